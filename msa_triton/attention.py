@@ -1,0 +1,326 @@
+"""The public operations: checked arguments, choice of the implementation, autograd, `torch.compile`.
+
+Each operation and each backward pass is one PyTorch operator (`torch.ops.msa.*`). An operator is opaque to
+`torch.compile`, which needs only the shapes that the `register_fake` functions give. The implementation behind them is a
+module with the five functions that `msa_ref.blockwise` has; forward and backward take the same one.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from msa_ref import blockwise
+from msa_ref.compose import MSAOutput, select_attend_align
+from msa_ref.problem import BlockGeometry, Problem, describe, validate_block_indices
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def select_blocks(
+    index_q: Tensor, index_k: Tensor, *, topk: int, block_size: int = 128, local_blocks: int = 1, init_blocks: int = 0,
+    cu_seqlens=None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Chooses for every query and index head the topk key blocks to attend to (SPEC 3); not differentiable.
+
+    Args:
+        index_q: [B, Hidx, N, Di] and index_k: [B, Hik, N, Di], float16, bfloat16, float32 or float64.
+        topk: blocks kept per query, the forced ones included; may exceed the number of blocks.
+        block_size: tokens in a block.
+        local_blocks: newest visible blocks that are always kept; init_blocks: first blocks of the document likewise.
+        cu_seqlens: None, or document offsets 0 = c0 <= c1 <= ... = N (B = 1), a list of ints or an int tensor.
+        backend: "torch" is blockwise PyTorch; "auto" is the same on every device today; "triton" is not there yet.
+
+    Returns:
+        int32 [B, Hidx, N, topk]: ids in ascending order, then -1.
+
+    Raises:
+        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
+    """
+    backend = _choose(backend)
+    describe(
+        index_q=index_q, index_k=index_k, topk=topk, block_size=block_size, local_blocks=local_blocks,
+        init_blocks=init_blocks, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return _select_op(
+        index_q.detach(), index_k.detach(), _offsets(cu_seqlens), topk, block_size, local_blocks, init_blocks, backend
+    )
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, *, block_size: int = 128,
+    scale: float | None = None, cu_seqlens=None, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal softmax attention over the visible tokens of the listed blocks (SPEC 4).
+
+    On CPU tensors the values of block_indices are checked. On a GPU they are not, because the check would wait for the
+    device (nor while `torch.compile` traces); there, call `validate_block_indices` when in doubt.
+
+    Args:
+        q: [B, H, N, D], k: [B, Hkv, N, D], v: [B, Hkv, N, Dv], one floating-point dtype, any strides.
+        block_indices: [B, Hidx, N, slots] int32 or int64, distinct ids in any order, -1 for an unused slot; None means
+            all visible blocks: dense attention.
+        scale: factor on the logits, default D**-0.5. Other arguments as in `select_blocks`.
+
+    Returns:
+        out [B, H, N, Dv] in the dtype of q, differentiable once in q, k and v; lse [B, H, N] float32 (float64 for
+        float64 inputs), natural logarithm, not differentiable. A row with nothing visible has out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
+        RuntimeError: when a second derivative is asked for.
+    """
+    return _sparse_attention(
+        q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, backend=backend, check=True
+    )
+
+
+def index_kl_loss(
+    q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, block_indices: Tensor | None, *,
+    block_size: int = 128, scale: float | None = None, index_scale: float | None = None, cu_seqlens=None,
+    reduction: str = "mean", backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """KL divergence from the index branch to the head-averaged attention over the selected tokens (SPEC 5; P 3.1).
+
+    The teacher (q, k, lse) is taken as a constant: only index_q and index_k get gradients. The values of block_indices
+    are checked where `sparse_attention` checks them.
+
+    Args:
+        q: [B, H, N, D], k: [B, Hkv, N, D], lse: [B, H, N] from `sparse_attention` with the same ids and scale.
+        index_q: [B, Hidx, N, Di], index_k: [B, Hik, N, Di].
+        block_indices: [B, Hidx, N, slots] int32 or int64; None means all visible blocks: the dense warm-up.
+        index_scale: factor on the student's logits, default Di**-0.5.
+        reduction: "mean" over B, Hidx and N, or "none". Other arguments as in `sparse_attention`.
+
+    Returns:
+        The loss in nats, float32 (float64 for float64 inputs): a scalar, or [B, Hidx, N]. A row with nothing visible
+        counts as 0.
+
+    Raises:
+        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
+        RuntimeError: when a second derivative is asked for.
+    """
+    return _index_kl_loss(
+        q, k, lse, index_q, index_k, block_indices, block_size=block_size, scale=scale, index_scale=index_scale,
+        cu_seqlens=cu_seqlens, reduction=reduction, backend=backend, check=True,
+    )  # fmt: skip
+
+
+def msa_attention(
+    q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, *, topk: int | None = 16, block_size: int = 128,
+    local_blocks: int = 1, init_blocks: int = 0, scale: float | None = None, index_scale: float | None = None,
+    cu_seqlens=None, backend: str = "auto",
+) -> MSAOutput:  # fmt: skip
+    """MiniMax Sparse Attention: selects blocks, attends to them, and aligns the index branch (SPEC 6; P Alg. 1).
+
+    The selection itself passes no gradient: out is differentiable in q, k and v, and kl_loss alone trains index_q and
+    index_k. Minimise L_LM + lambda * (sum over layers of kl_loss).
+
+    Args:
+        q: [B, H, N, D], k: [B, Hkv, N, D], v: [B, Hkv, N, Dv], index_q: [B, Hidx, N, Di], index_k: [B, Hik, N, Di], one
+            floating-point dtype, any strides.
+        topk: blocks per query; None is the dense warm-up, with the KL over the full causal prefix. Other arguments as
+            in the three operations.
+
+    Returns:
+        MSAOutput(out, kl_loss, block_indices, lse); block_indices is None in the warm-up.
+
+    Raises:
+        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
+        RuntimeError: when a second derivative is asked for.
+    """
+    backend = _choose(backend)
+    return select_attend_align(
+        partial(select_blocks, backend=backend),
+        partial(_sparse_attention, backend=backend, check=False),
+        partial(_index_kl_loss, reduction="mean", backend=backend, check=False),
+        q, k, v, index_q, index_k, topk=topk, block_size=block_size, local_blocks=local_blocks,
+        init_blocks=init_blocks, scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def _sparse_attention(q, k, v, block_indices, *, block_size, scale, cu_seqlens, backend, check):
+    backend = _choose(backend)
+    problem = describe(
+        q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
+    )
+    _check_ids(check, block_indices, block_size, cu_seqlens)
+    return _attention_op(q, k, v, block_indices, _offsets(cu_seqlens), block_size, problem.scale, backend)
+
+
+def _index_kl_loss(
+    q, k, lse, index_q, index_k, block_indices, *, block_size, scale, index_scale, cu_seqlens, reduction, backend, check
+):
+    backend = _choose(backend)
+    problem = describe(
+        q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, block_indices=block_indices, block_size=block_size,
+        scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
+    )  # fmt: skip
+    _check_ids(check, block_indices, block_size, cu_seqlens)
+    kl = _index_loss_op(
+        q.detach(), k.detach(), lse.detach(), index_q, index_k, block_indices, _offsets(cu_seqlens), block_size,
+        problem.scale, problem.index_scale, backend,
+    )  # fmt: skip
+    return kl.mean() if reduction == "mean" else kl
+
+
+def _choose(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "triton":
+        raise NotImplementedError('backend="triton" is not implemented yet; "auto" and "torch" run blockwise PyTorch')
+    return "torch"
+
+
+def _check_ids(check: bool, block_indices: Tensor | None, block_size: int, cu_seqlens) -> None:
+    if check and block_indices is not None and not torch.compiler.is_compiling() and block_indices.device.type == "cpu":
+        validate_block_indices(block_indices, block_size=block_size, cu_seqlens=cu_seqlens)
+
+
+def _offsets(cu_seqlens) -> Tensor | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
+        return cu_seqlens
+    return torch.tensor(cu_seqlens, dtype=torch.int64)
+
+
+_MODULES = {"torch": blockwise}
+
+
+@contextmanager
+def _call(backend: str, cu_seqlens: Tensor | None, **arguments):
+    """Yields the implementation, the problem and the geometry of one operator call, with autocast off."""
+    problem = describe(cu_seqlens=cu_seqlens, **arguments)
+    geometry = BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
+    with torch.autocast(problem.device.type, enabled=False):
+        yield _MODULES[backend], problem, geometry
+
+
+@torch.library.custom_op("msa::select_blocks", mutates_args=())
+def _select_op(
+    index_q: Tensor, index_k: Tensor, cu_seqlens: Tensor | None, topk: int, block_size: int, local_blocks: int,
+    init_blocks: int, backend: str,
+) -> Tensor:  # fmt: skip
+    options = dict(topk=topk, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks)
+    with _call(backend, cu_seqlens, index_q=index_q, index_k=index_k, **options) as (module, problem, geometry):
+        return module.select_forward(index_q, index_k, problem, geometry)
+
+
+@_select_op.register_fake
+def _(index_q, index_k, cu_seqlens, topk, block_size, local_blocks, init_blocks, backend):
+    return index_q.new_empty((*index_q.shape[:3], topk), dtype=torch.int32)
+
+
+@torch.library.custom_op("msa::sparse_attention", mutates_args=())
+def _attention_op(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, cu_seqlens: Tensor | None, block_size: int,
+    scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
+    with _call(backend, cu_seqlens, q=q, k=k, v=v, **options) as (module, problem, geometry):
+        out, lse = module.attention_forward(q, k, v, block_indices, problem, geometry)
+        return out.contiguous(), lse.contiguous()
+
+
+@_attention_op.register_fake
+def _(q, k, v, block_indices, cu_seqlens, block_size, scale, backend):
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_accumulator(q))
+
+
+@torch.library.custom_op("msa::sparse_attention_backward", mutates_args=())
+def _attention_backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_indices: Tensor | None,
+    cu_seqlens: Tensor | None, block_size: int, scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
+    with _call(backend, cu_seqlens, q=q, k=k, v=v, lse=lse, **options) as (module, problem, geometry):
+        gradients = module.attention_backward(dout, q, k, v, out, lse, block_indices, problem, geometry)
+        return tuple(gradient.contiguous() for gradient in gradients)
+
+
+@_attention_backward_op.register_fake
+def _(dout, q, k, v, out, lse, block_indices, cu_seqlens, block_size, scale, backend):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("msa::index_kl_loss", mutates_args=())
+def _index_loss_op(
+    q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, block_indices: Tensor | None,
+    cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float, backend: str,
+) -> Tensor:  # fmt: skip
+    options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
+    with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
+        module, problem, geometry = call
+        return module.index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry).contiguous()
+
+
+@_index_loss_op.register_fake
+def _(q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
+    return index_q.new_empty(index_q.shape[:3], dtype=_accumulator(index_q))
+
+
+@torch.library.custom_op("msa::index_kl_loss_backward", mutates_args=())
+def _index_loss_backward_op(
+    dkl: Tensor, q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, block_indices: Tensor | None,
+    cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
+    with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
+        module, *place = call
+        gradients = module.index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, *place)
+        return tuple(gradient.contiguous() for gradient in gradients)
+
+
+@_index_loss_backward_op.register_fake
+def _(dkl, q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
+    return index_q.new_empty(index_q.shape), index_k.new_empty(index_k.shape)
+
+
+def _accumulator(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _save_attention(ctx, inputs, output):
+    q, k, v, block_indices, cu_seqlens, *ctx.options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradients(ctx, dout, _):
+    unused = (None,) * 5
+    if dout is None:
+        return (None, None, None, *unused)
+    gradients = _attention_backward_op(dout, *ctx.saved_tensors, *ctx.options)
+    return (*_needed(gradients, ctx.needs_input_grad[:3]), *unused)
+
+
+def _save_index_loss(ctx, inputs, output):
+    *tensors, ctx.options = inputs[:7] + (inputs[7:],)
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _index_loss_gradients(ctx, dkl):
+    unused = (None,) * 6
+    if dkl is None:
+        return (None,) * 11
+    gradients = _index_loss_backward_op(dkl, *ctx.saved_tensors, *ctx.options)
+    return (None, None, None, *_needed(gradients, ctx.needs_input_grad[3:5]), *unused)
+
+
+def _needed(gradients, wanted):
+    return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise RuntimeError("MSA has first derivatives only: the gradient of a gradient is not defined (SPEC 7)")
+
+
+_attention_op.register_autograd(_attention_gradients, setup_context=_save_attention)
+_index_loss_op.register_autograd(_index_loss_gradients, setup_context=_save_index_loss)
+_attention_backward_op.register_autograd(_refuse_second_derivative)
+_index_loss_backward_op.register_autograd(_refuse_second_derivative)
