@@ -3,6 +3,7 @@
 Memory grows with N squared. Runs on any device. The contract is SPEC 1 to 8.
 """
 
+import itertools
 import math
 
 import torch
@@ -197,8 +198,10 @@ class _FirstOrder(torch.autograd.Function):
         with torch.set_grad_enabled(any(needed)), _no_autocast(tensors[0].device):
             ctx.inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
             ctx.outputs = function(*ctx.inputs)
-        ctx.mark_non_differentiable(*(output for output in ctx.outputs if not output.requires_grad))
-        return tuple(output.detach() for output in ctx.outputs)
+        results = tuple(output.detach() for output in ctx.outputs)
+        constant = (not output.requires_grad for output in ctx.outputs)
+        ctx.mark_non_differentiable(*itertools.compress(results, constant))
+        return results
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,135 @@
+"""The three reference implementations against each other and against float64, one row at a time."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from compare import (
+    FORWARD_TOLERANCE, GRADIENT_TOLERANCE, GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_close, assert_equal,
+    assert_error_budget, assert_same_run, random_inputs, random_like, run, run_reference, toy_inputs, toy_tensor,
+)  # fmt: skip
+
+from msa_ref import dense, naive
+
+DRAWS = 64
+HEADS = [
+    (6, 2, 2, 1), (6, 2, 6, 1), (6, 2, 6, 2), (6, 6, 6, 1), (4, 1, 1, 1), (1, 1, 1, 1), (4, 2, 4, 4), (5, 1, 5, 1),
+    (14, 2, 2, 2),
+]  # fmt: skip
+WIDTHS = (8, 16, 32, 64, 80, 100)
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@functools.cache
+def draw(seed):
+    """Random sizes and options; float32 numbers, their upstream gradients, and the float64 result."""
+    pick = random.Random(seed)
+    heads = dict(zip(("H", "Hkv", "Hidx", "Hik"), HEADS[seed % len(HEADS)], strict=True))
+    widths = dict(zip(("D", "Dv", "Di"), pick.sample(WIDTHS, 3), strict=True))
+    block_size = pick.choice((1, 3, 4, 8, 16))
+    tokens = pick.randint(1, 5 * block_size)
+    packed = seed % 3 == 0
+    local, init = pick.choice(((1, 0), (1, 0), (2, 0), (1, 1), (0, 0), (0, 2), (2, 1)))
+    options = {
+        "topk": None if seed % 5 == 0 else max(1, local + init) + pick.randint(0, 3),
+        "block_size": block_size, "local_blocks": local, "init_blocks": init,
+        "scale": pick.choice((None, 0.05, 1.0)), "index_scale": pick.choice((None, 0.3)),
+        "reduction": pick.choice(("mean", "none")),
+    }  # fmt: skip
+    if packed:  # repeated offsets are empty documents
+        options["cu_seqlens"] = sorted([0, 0, tokens, *(pick.randint(0, tokens) for _ in range(3))])
+    inputs = random_inputs(seed, B=1 if packed else pick.randint(1, 3), N=tokens, **heads, **widths)
+    dout = random_like(inputs["q"][..., :1].expand(-1, -1, -1, widths["Dv"]), seed + 1000)
+    dkl = random_like(inputs["index_q"][..., 0], seed + 2000)
+    if options["reduction"] == "mean":
+        dkl = torch.tensor(float(dkl.numel()))  # gradients as large as those of a sum
+    return inputs, options, dout, dkl, run_reference(inputs, options, dout, dkl)
+
+
+@every_implementation
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_random_draws_agree_with_float64(seed, implementation):
+    inputs, options, dout, dkl, reference = draw(seed)
+    for dtype in (torch.float32, torch.float64):
+        cast = {name: tensor.to(dtype) for name, tensor in inputs.items()}
+        actual = run(implementation, cast, options, dout.to(dtype), dkl.to(dtype))
+        assert_same_run(actual, reference, dtype, f"{implementation}, seed {seed}, {dtype}, {options}:")
+        assert all(actual[name].dtype == dtype for name in ("out", "lse", "kl", *GRADIENTS))
+
+
+def test_random_draws_cover_every_feature():
+    options = [draw(seed)[1] for seed in range(DRAWS)]
+    assert {option["topk"] is None for option in options} == {True, False}
+    assert {option["reduction"] for option in options} == {"mean", "none"}
+    assert {option["local_blocks"] for option in options} == {0, 1, 2}
+    assert any(len(set(option.get("cu_seqlens", []))) < len(option.get("cu_seqlens", [])) for option in options)
+    assert {draw(seed)[0]["q"].shape[0] for seed in range(DRAWS)} == {1, 2, 3}
+
+
+@every_implementation
+@pytest.mark.parametrize("topk", [2, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_within_the_error_of_a_plain_version(dtype, topk, implementation):
+    inputs = random_inputs(0, N=77, Dv=32, Di=8, dtype=dtype)
+    options = {"topk": topk, "block_size": 16}
+    dout = random_like(inputs["q"][..., :1].expand(-1, -1, -1, 32), 1)
+    dkl = torch.tensor(2.0 * 2 * 77)
+    reference = run_reference(inputs, options, dout, dkl)
+    actual = run(implementation, inputs, options, dout, dkl)
+    assert_same_run(actual, reference, dtype, f"{implementation}, {dtype}:")
+    assert all(actual[name].dtype == dtype for name in ("out", *GRADIENTS))
+    assert actual["lse"].dtype == actual["kl"].dtype == torch.float32
+
+    leaves = [inputs[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    plain = plain_attention(*leaves, selected_tokens(actual["ids"], inputs["q"], 16))
+    plain = (plain, *torch.autograd.grad(plain, leaves, dout))
+    for name, value in zip(("out", "dq", "dk", "dv"), plain, strict=True):
+        assert_error_budget(actual[name], value, reference[name], f"{implementation}, {dtype}: {name}")
+
+
+def selected_tokens(ids, q, block_size):
+    """[B, H, N, N] mask of an unpacked call, from its definition."""
+    token = torch.arange(q.shape[2])
+    visible = token <= token[:, None]
+    if ids is None:
+        return visible.expand(*q.shape[:2], -1, -1)
+    chosen = (token[:, None] // block_size == ids[..., None, :]).any(-1)
+    return (chosen & visible).repeat_interleave(q.shape[1] // ids.shape[1], dim=1)
+
+
+def plain_attention(q, k, v, mask):
+    """Every intermediate in the dtype of the inputs."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
+    logit = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+    return torch.softmax(logit, -1) @ v
+
+
+@every_implementation
+def test_toy_numbers_of_the_specification(implementation):
+    inputs, options = toy_inputs(), {"topk": 3, "block_size": 2}
+    result = run(implementation, inputs, options, toy_tensor((4, 12, 8), 6))
+    warm_up = run(implementation, inputs, options | {"topk": None})
+    expected = {
+        "kl": 0.4113174924, "out": 211.1436374, "dq": 112.2923102, "dk": 120.7873174, "dv": 180.8853427,
+        "d_index_q": 0.8876537102, "d_index_k": 0.8659704580,
+    }  # fmt: skip
+    assert {name: float(result[name].abs().sum()) for name in expected} == pytest.approx(expected, rel=1e-9, abs=0)
+    assert float(warm_up["kl"]) == pytest.approx(0.4572479373, rel=1e-9)
+    assert int((result["ids"] >= 0).sum()) == 60
+
+
+def test_toy_kl_with_heads_averaged_before_normalising_is_another_number():
+    inputs = toy_inputs()
+    ids = naive.select_blocks(inputs["index_q"], inputs["index_k"], topk=3, block_size=2)
+    mask = selected_tokens(ids, inputs["index_q"], 2)
+    dense_p = plain_attention(inputs["q"], inputs["k"], torch.eye(12).double().expand(1, 2, -1, -1), mask | True).tril()
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(1, 4, -1, -1)
+    dense_p = plain_attention(inputs["q"], inputs["k"], torch.eye(12).double().expand(1, 2, -1, -1), causal)
+    teacher = dense_p.unflatten(1, (2, 2)).mean(2) * mask
+    teacher = teacher / teacher.sum(-1, keepdim=True)
+    student = (inputs["index_q"] @ inputs["index_k"].mT * 8**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    wrong = (torch.xlogy(teacher, teacher) - torch.xlogy(teacher, student)).sum(-1).mean()
+    assert float(wrong) == pytest.approx(0.4158303, abs=5e-8)
