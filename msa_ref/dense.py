@@ -9,7 +9,7 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from msa_ref.compose import MSAOutput, select_attend_align
+from msa_ref.compose import MSAOutput
 from msa_ref.problem import BlockGeometry, describe, validate_block_indices
 
 
@@ -33,23 +33,22 @@ def select_blocks(index_q, index_k, *, topk, block_size=128, local_blocks=1, ini
     geometry = BlockGeometry(problem.tokens, block_size, cu_seqlens)
     with _no_autocast(problem.device):
         score = _products(index_q, index_k, problem.accumulator)  # [B, Hidx, N, N]
-    hidden = ~_visible_tokens(geometry, problem.device) | score.isnan()
-    parts = score.masked_fill(hidden, -math.inf).split(geometry.block_start.diff().tolist(), dim=-1)
+    limits = torch.finfo(score.dtype)
+    # Ranks: NaN below every number, and above what is not visible.
+    score.nan_to_num_(limits.min, limits.max, limits.min / 2)
+    score.masked_fill_(~_visible_tokens(geometry, problem.device), -math.inf)
+    parts = score.split(geometry.block_start.diff().tolist(), dim=-1)
     block_score = torch.stack([part.amax(-1) for part in parts], -1)  # [B, Hidx, N, NB]
-    parts = hidden.split(geometry.block_start.diff().tolist(), dim=-1)
-    unscored = torch.stack([part.all(-1) for part in parts], -1)
 
     block = torch.arange(geometry.blocks, device=problem.device)
     own = geometry.block_of.to(problem.device)[:, None]
     first = geometry.first_block.to(problem.device)[:, None]
     visible = (first <= block) & (block <= own)  # [N, NB]
     forced = visible & ((block > own - local_blocks) | (block < first + init_blocks))
-    # Forced blocks, then scored, then visible blocks of NaN scores, then the rest; two stable sorts, major key last.
-    standing = torch.where(forced, 3, torch.where(visible, 2 - unscored.int(), 0))
-    order = block_score.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, standing.gather(-1, order).argsort(dim=-1, descending=True, stable=True))[..., :topk]
+    # Of equal scores a stable sort puts the lower id first.
+    order = block_score.masked_fill_(forced, math.inf).argsort(dim=-1, descending=True, stable=True)[..., :topk]
     beyond = geometry.blocks  # sorts after every id
-    kept = order.masked_fill(standing.gather(-1, order) == 0, beyond).sort(dim=-1).values
+    kept = order.masked_fill(~visible.expand_as(block_score).gather(-1, order), beyond).sort(dim=-1).values
     kept = kept.masked_fill(kept == beyond, -1)
     return torch.nn.functional.pad(kept, (0, topk - kept.shape[-1]), value=-1).int()
 
@@ -72,15 +71,11 @@ def sparse_attention(q, k, v, block_indices, *, block_size=128, scale=None, cu_s
     problem = describe(
         q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
     )
-    selected = _selected_tokens(problem, block_indices, cu_seqlens)
-    selected = selected.repeat_interleave(problem.heads_per_index, dim=1)
+    mask = _Mask(problem, block_indices, cu_seqlens)
 
     def attend(q, k, v):
-        logit = _masked_logits(problem.scale, q, k, selected, problem.accumulator)
-        p = torch.softmax(logit, -1).masked_fill(~selected, 0)
-        out = p @ v.to(problem.accumulator).repeat_interleave(problem.group, dim=1)
-        lse = torch.logsumexp(logit.detach(), -1).masked_fill(~selected.any(-1), -math.inf)
-        return out.to(problem.dtype), lse
+        p, lse = mask.softmax(q, k, problem.scale)
+        return _mix(p, v).to(problem.dtype), lse
 
     return _FirstOrder.apply(attend, q, k, v)
 
@@ -107,19 +102,12 @@ def index_kl_loss(
         q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, block_indices=block_indices, block_size=block_size,
         scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
     )  # fmt: skip
-    selected = _selected_tokens(problem, block_indices, cu_seqlens)
-    by_head = selected.repeat_interleave(problem.heads_per_index, dim=1)
+    mask = _Mask(problem, block_indices, cu_seqlens)
     with torch.no_grad(), _no_autocast(problem.device):
-        logit = _masked_logits(problem.scale, q, k, by_head, problem.accumulator)
-        log_p = _log_softmax(logit, lse).unflatten(1, (problem.index_heads, problem.heads_per_index))
-        log_teacher = torch.logsumexp(log_p, 2) - math.log(problem.heads_per_index)
-        p_bar = log_teacher.exp().masked_fill(~selected, 0)
+        p_bar = _teacher(problem, mask.softmax(q, k, problem.scale)[0])
 
     def divergence(index_q, index_k):
-        index_logit = _masked_logits(problem.index_scale, index_q, index_k, selected, problem.accumulator)
-        log_student = _log_softmax(index_logit, torch.logsumexp(index_logit, -1))
-        # 0 · ln 0 = 0
-        kl = (p_bar * (log_teacher - log_student).masked_fill(p_bar == 0, 0)).sum(-1)
+        kl = mask.divergence(p_bar, index_q, index_k, problem.index_scale)
         return (kl.mean() if reduction == "mean" else kl,)
 
     return _FirstOrder.apply(divergence, index_q, index_k)[0]
@@ -138,28 +126,77 @@ def msa_attention(
     Raises:
         TypeError, ValueError: SPEC 8. RuntimeError: a second derivative was asked for.
     """
-    return select_attend_align(
-        select_blocks, sparse_attention, index_kl_loss, q, k, v, index_q, index_k, topk=topk, block_size=block_size,
-        local_blocks=local_blocks, init_blocks=init_blocks, scale=scale, index_scale=index_scale,
-        cu_seqlens=cu_seqlens,
+    problem = describe(
+        q=q, k=k, v=v, index_q=index_q, index_k=index_k, topk=topk, block_size=block_size, local_blocks=local_blocks,
+        init_blocks=init_blocks, scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens,
     )  # fmt: skip
+    block_indices = None
+    if topk is not None:
+        block_indices = select_blocks(
+            index_q, index_k, topk=topk, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    mask = _Mask(problem, block_indices, cu_seqlens)
+
+    def attend_and_align(q, k, v, index_q, index_k):
+        p, lse = mask.softmax(q, k, problem.scale)
+        kl = mask.divergence(_teacher(problem, p.detach()), index_q, index_k, problem.index_scale)
+        return _mix(p, v).to(problem.dtype), kl.mean(), lse
+
+    out, kl_loss, lse = _FirstOrder.apply(attend_and_align, q, k, v, index_q, index_k)
+    return MSAOutput(out, kl_loss, block_indices, lse)
+
+
+class _Mask:
+    """I_tok of every query and index head as an N x N mask, and what is computed under it."""
+
+    def __init__(self, problem, block_indices, cu_seqlens):
+        selected = _selected_tokens(problem, block_indices, cu_seqlens)  # [B, Hidx, N, N]
+        self.accumulator, self.hidden = problem.accumulator, ~selected
+        self.empty = ~selected.any(-1, keepdim=True)
+        # A row that selects nothing keeps its logits, so that no NaN arises; its results are overwritten.
+        self.masked = self.hidden & ~self.empty
+
+    def softmax(self, q, k, scale):
+        """p [B, H, N, N], 0 outside the selection, and lse [B, H, N]."""
+        logit = self._logits(q, k, scale)
+        p = torch.softmax(logit, -1)
+        # The largest probability of a row is exp(largest logit - lse).
+        lse = logit.detach().amax(-1) - p.detach().amax(-1).log()
+        if self.empty.any():
+            empty = self.empty.repeat_interleave(q.shape[1] // self.empty.shape[1], dim=1)
+            p, lse = p.masked_fill(empty, 0), lse.masked_fill(empty[..., 0], -math.inf)
+        return p, lse
+
+    def divergence(self, p_bar, index_q, index_k, index_scale):
+        """KL [B, Hidx, N] from the teacher p_bar [B, Hidx, N, N] to the index branch."""
+        log_student = torch.log_softmax(self._logits(index_q, index_k, index_scale), -1).masked_fill(self.hidden, 0)
+        return torch.nn.functional.kl_div(log_student, p_bar, reduction="none").sum(-1)  # 0 · ln 0 = 0
+
+    def _logits(self, left, right, scale):
+        logit = _products(left.to(self.accumulator) * scale, right, self.accumulator)
+        logit = logit.unflatten(1, (self.hidden.shape[1], -1))
+        return torch.where(self.masked[:, :, None], -math.inf, logit).flatten(1, 2)
+
+
+def _teacher(problem, p):
+    return p.unflatten(1, (problem.index_heads, problem.heads_per_index)).mean(2)
+
+
+def _mix(p, v):
+    """[B, H, N, Dv]: the rows of v weighted by p [B, H, N, N]; adjacent heads of p share a head of v."""
+    return _grouped(p, v.to(p.dtype))
 
 
 def _products(left, right, dtype):
-    """[B, heads, N, N]: every row of left with every row of right, whose heads are shared by adjacent heads of left."""
-    shared = left.shape[1] // right.shape[1]
-    return left.to(dtype) @ right.to(dtype).repeat_interleave(shared, dim=1).transpose(-1, -2)
+    """[B, heads, N, N]: every row of left with every row of right; adjacent heads of left share a head of right."""
+    return _grouped(left.to(dtype), right.to(dtype).transpose(-1, -2))
 
 
-def _masked_logits(scale, left, right, selected, dtype):
-    """Scaled products, -inf outside the selection; 0 in rows that select nothing, so that their softmax is finite."""
-    logit = scale * _products(left, right, dtype)
-    return logit.masked_fill(~selected, -math.inf).masked_fill(~selected.any(-1, keepdim=True), 0)
-
-
-def _log_softmax(logit, lse):
-    # Normalised once more because lse is rounded: float32 steps by 32 at a logit of 4e8.
-    return torch.log_softmax(logit - lse.masked_fill(lse.isneginf(), 0)[..., None], -1)
+def _grouped(left, right):
+    """left [B, heads, N, n] times right [B, shared heads, n, m], without copies of right."""
+    rows = left.unflatten(1, (right.shape[1], -1)).flatten(2, 3)
+    return (rows @ right).unflatten(2, (-1, left.shape[2])).flatten(1, 2)
 
 
 def _visible_tokens(geometry, device):

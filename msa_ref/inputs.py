@@ -24,7 +24,7 @@ PATTERNS = ("local", "sink", "periodic", "needle", "random")
 SPLITS = ("train", "validation")
 # Directories of the standard library that hold no ordinary code: tests, character tables, generated help, old fixers.
 SKIPPED_DIRECTORIES = frozenset(
-    {"__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+    "__pycache__ dist-packages encodings idle_test lib2to3 pydoc_data site-packages test tests".split()
 )
 
 
@@ -50,7 +50,7 @@ def synthetic_attention(
 ) -> AttentionInputs:  # fmt: skip
     """Random inputs whose dense causal attention, with the default scale, has a known shape.
 
-    * local: `share` of each query's attention falls on the `width` newest tokens;
+    * local: `share` of each query's attention falls on the `width` newest tokens, the rest on faint echoes;
     * sink: on the first `sinks` tokens;
     * periodic: on the tokens whose distance is within period // 8 of a multiple of `period`;
     * needle: on the one token `needle`, for every query after it; earlier queries look at everything alike;
@@ -212,8 +212,7 @@ class _Features:
                 for p, mixture in enumerate(mixture_of):
                     queries[p, :, span] = drawn[p + 1] * (name in mixture)
             elif name in self.frequency:
-                waves = self._waves(name, span)
-                keys[:, span] = waves
+                keys[:, span] = self._waves(name, span)
             else:
                 keys[self.point_tokens[name], span] = 1.0
         for p, mixture in enumerate(mixture_of):
@@ -241,7 +240,7 @@ class _Features:
         return kernel
 
     def _points(self, mixture, kernel, queries):
-        """Fills in sink and needle: each gets, from every query, `ratio` times the weight of all that is not a point."""
+        """Fills in sink and needle: from every query, each gets `ratio` times the weight of all that is not a point."""
         points = [name for name in self.point_tokens if name in mixture]
         ratio = 1.0 if {"local", "periodic"} & set(mixture) else self.share / (1 - self.share) / max(len(points), 1)
         total = kernel.logcumsumexp(dim=0)

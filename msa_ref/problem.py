@@ -16,6 +16,7 @@ import torch
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
+_ABSENT = object()  # tells a tensor that a call does not take from a None that was passed for one
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,9 @@ class BlockGeometry:
 
 
 def describe(
-    *, q=None, k=None, v=None, lse=None, index_q=None, index_k=None, block_indices=None, block_size=128, topk=None,
-    local_blocks=1, init_blocks=0, scale=None, index_scale=None, cu_seqlens=None, reduction="mean", kernel=False,
+    *, q=_ABSENT, k=_ABSENT, v=_ABSENT, lse=_ABSENT, index_q=_ABSENT, index_k=_ABSENT, block_indices=None,
+    block_size=128, topk=None, local_blocks=1, init_blocks=0, scale=None, index_scale=None, cu_seqlens=None,
+    reduction="mean", kernel=False,
 ) -> Problem:  # fmt: skip
     """Checks the arguments of a call (SPEC 8) and describes it.
 
@@ -135,9 +137,11 @@ def describe(
     Raises:
         TypeError: a wrong kind or dtype. ValueError: a wrong value, shape, head count or device.
     """
-    tensors = {"q": q, "k": k, "v": v, "index_q": index_q, "index_k": index_k}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    _check_tensors({**tensors, "lse": lse, "block_indices": block_indices}, tensors, kernel)
+    call = {"q": q, "k": k, "v": v, "index_q": index_q, "index_k": index_k, "lse": lse}
+    call = {name: tensor for name, tensor in call.items() if tensor is not _ABSENT}
+    tensors = {name: tensor for name, tensor in call.items() if name != "lse"}
+    _check_tensors(call if block_indices is None else {**call, "block_indices": block_indices}, tensors, kernel)
+    q, k, v, lse, index_q, index_k = (call.get(name) for name in ("q", "k", "v", "lse", "index_q", "index_k"))
     batch, _, tokens, _ = next(iter(tensors.values())).shape
     _check_lengths(tensors, lse, block_indices)
 
@@ -216,7 +220,7 @@ def _size(tensor, axis: int) -> int:
 
 def _check_tensors(arguments: dict, floating: dict, kernel: bool) -> None:
     for name, tensor in arguments.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in floating.items()}
     allowed = FLOAT_DTYPES[:3] if kernel else FLOAT_DTYPES
@@ -225,7 +229,7 @@ def _check_tensors(arguments: dict, floating: dict, kernel: bool) -> None:
         raise TypeError(f"tensors must be one of {names}, got {_listed(dtypes)}")
     if len(set(dtypes.values())) > 1:
         raise TypeError(f"tensors must share one dtype, got {_listed(dtypes)}")
-    devices = {name: tensor.device for name, tensor in arguments.items() if tensor is not None}
+    devices = {name: tensor.device for name, tensor in arguments.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"tensors must be on one device, got {_listed(devices)}")
     if any(device.type == "meta" for device in devices.values()):

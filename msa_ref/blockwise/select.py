@@ -39,25 +39,18 @@ def _select_document(queries, keys, first_block: int, problem: Problem, ids) -> 
 
 
 def _ranks(scores, low: int, begin: int, own, problem: Problem) -> torch.Tensor:
-    """Block scores as sortable numbers: forced +inf, then finite, then NaN and not visible -inf."""
+    """Block scores as sortable numbers: forced +inf, then numbers, then NaN, then not visible -inf."""
     size, limits = problem.block_size, torch.finfo(scores.dtype)
+    scores.nan_to_num_(limits.min, limits.max, limits.min / 2)
     first_masked = max(0, low - begin * size)
     if first_masked < scores.shape[1]:
         key = torch.arange(begin * size + first_masked, begin * size + scores.shape[1], device=own.device)
         query = torch.arange(low, low + len(scores), device=own.device)
         scores[:, first_masked:].masked_fill_(key > query[:, None], -torch.inf)
-    scores = scores.view(len(scores), -1, size)
-    ranks = scores.amax(-1)
-    undefined = ranks.isnan()
-    if undefined.any():
-        ranks = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
-        visible_nan = (scores.isnan() | (scores == -torch.inf)).all(-1) & undefined
-        ranks = ranks.clamp_(limits.min, limits.max).masked_fill_(visible_nan, -torch.inf)
-    else:
-        ranks.clamp_(limits.min, limits.max)
+    ranks = scores.view(len(scores), -1, size).amax(-1)
     block = torch.arange(begin, begin + ranks.shape[1], device=own.device)
     forced = (block > own - problem.local_blocks) | (block < problem.init_blocks)
-    return ranks.masked_fill_(forced, torch.inf).masked_fill_(block > own, -torch.inf)
+    return ranks.masked_fill_(forced & (block <= own), torch.inf)
 
 
 def _merge(best, ranks, begin: int, topk: int):

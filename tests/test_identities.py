@@ -1,0 +1,235 @@
+"""Laws that hold for any input (SPEC 9), on every reference implementation."""
+
+import functools
+
+import pytest
+import torch
+from compare import (
+    GRADIENTS,
+    IMPLEMENTATIONS,
+    INPUTS,
+    assert_close,
+    assert_equal,
+    random_inputs,
+    random_like,
+    run,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msa_ref import blockwise, naive
+from msa_ref.problem import BlockGeometry
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+few = functools.partial(settings, deadline=None, derandomize=True, database=None)
+seeds = st.integers(0, 2**16)
+block_sizes = st.integers(1, 6)
+topks = st.integers(1, 4)
+
+
+@st.composite
+def documents(draw, longest=12):
+    """Offsets of one to four documents, some of them empty."""
+    offsets = [0]
+    for length in draw(st.lists(st.integers(0, longest), min_size=1, max_size=4)):
+        offsets.append(offsets[-1] + length)
+    return offsets if offsets[-1] else [*offsets, offsets[-1] + 1]
+
+
+def causal_attention(q, k, v, mask=None):
+    """PyTorch's own, with the heads of k and v repeated; differentiable."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+
+
+def assert_attends_like(result, inputs, dout, mask=None, label=""):
+    leaves = [inputs[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    out = causal_attention(*leaves, mask)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    for name, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        assert_close(result[name], expected, 1e-12, f"{label} {name}")
+
+
+@every_implementation
+@few(max_examples=8)
+@given(seed=seeds, block_size=block_sizes, topk=topks, cu_seqlens=documents())
+def test_1_zero_queries_average_the_selected_values(implementation, seed, block_size, topk, cu_seqlens):
+    tokens = cu_seqlens[-1]
+    inputs = random_inputs(seed, B=1, N=tokens, D=4, Dv=1, Di=4, dtype=torch.float64)
+    inputs["q"].zero_()
+    inputs["v"].copy_(torch.arange(tokens)[:, None])
+    place = {"block_size": block_size, "cu_seqlens": cu_seqlens}
+    result = run(implementation, inputs, {"topk": topk, **place})
+    geometry = BlockGeometry(tokens, **place)
+    for head in range(6):
+        for query in range(tokens):
+            chosen = [
+                token for token in range(query + 1)
+                if geometry.block_of[token] in result["ids"][0, head // 3, query]
+                and geometry.first_block[token] == geometry.first_block[query]
+            ]  # fmt: skip
+            mean, count = sum(chosen) / len(chosen), torch.tensor(len(chosen), dtype=torch.float64)
+            assert float(result["out"][0, head, query, 0]) == pytest.approx(mean, abs=1e-12)
+            assert float(result["lse"][0, head, query]) == pytest.approx(float(count.log()), abs=1e-12)
+
+
+@every_implementation
+@few(max_examples=6)
+@given(seed=seeds, tokens=st.integers(1, 30), block_size=block_sizes, more=st.integers(0, 3))
+def test_2_enough_blocks_equal_dense_causal_attention(implementation, seed, tokens, block_size, more):
+    inputs = random_inputs(seed, N=tokens, D=5, Dv=3, Di=4, dtype=torch.float64)
+    dout = random_like(inputs["q"][..., :3], seed)
+    blocks = -(-tokens // block_size)
+    for topk in (blocks + more, None):
+        result = run(implementation, inputs, {"topk": topk, "block_size": block_size}, dout)
+        assert_attends_like(result, inputs, dout, label=f"topk {topk}")
+
+
+@every_implementation
+@few(max_examples=6)
+@given(seed=seeds, block_size=block_sizes, topk=topks)
+def test_2_rows_before_the_selection_is_full_are_dense_too(implementation, seed, block_size, topk):
+    dense_rows = topk * block_size
+    inputs = random_inputs(seed, N=dense_rows + 2 * block_size + 1, D=4, Di=4, dtype=torch.float64)
+    result = run(implementation, inputs, {"topk": topk, "block_size": block_size})
+    expected = causal_attention(inputs["q"], inputs["k"], inputs["v"])
+    assert_close(result["out"][:, :, :dense_rows], expected[:, :, :dense_rows], 1e-12, "out")
+
+
+@every_implementation
+@few(max_examples=6)
+@given(seed=seeds, tokens=st.integers(1, 30), block_size=block_sizes)
+def test_3_one_block_is_block_diagonal_attention(implementation, seed, tokens, block_size):
+    inputs = random_inputs(seed, N=tokens, D=5, Dv=3, Di=4, dtype=torch.float64)
+    dout = random_like(inputs["q"][..., :3], seed)
+    block = torch.arange(tokens) // block_size
+    mask = (block == block[:, None]).tril()
+    result = run(implementation, inputs, {"topk": 1, "block_size": block_size}, dout)
+    assert_attends_like(result, inputs, dout, mask)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("topk", [2, None])
+def test_4_a_student_equal_to_its_teacher_has_no_loss(topk, dtype, implementation):
+    inputs = random_inputs(0, N=77, H=6, Hkv=2, Hidx=6, Hik=2, dtype=dtype)
+    inputs["index_q"], inputs["index_k"] = inputs["q"], inputs["k"]
+    result = run(implementation, inputs, {"topk": topk, "block_size": 16})
+    assert abs(float(result["kl"])) < (1e-7 if dtype == torch.float32 else 1e-15)
+    assert max(float(result[name].abs().max()) for name in ("d_index_q", "d_index_k")) < 1e-7
+
+
+@every_implementation
+@few(max_examples=8)
+@given(seed=seeds, block_size=block_sizes, topk=st.one_of(topks, st.none()), cu_seqlens=documents())
+def test_5_gradients_conserve_their_sums(implementation, seed, block_size, topk, cu_seqlens):
+    inputs = random_inputs(seed, B=1, N=cu_seqlens[-1], D=4, Dv=3, Di=4, dtype=torch.float64)
+    inputs["index_k"][..., -1] = 1  # makes the last column of d index_q the sum of dS_idx over the keys
+    dout, dkl = random_like(inputs["q"][..., :3], seed), random_like(inputs["index_q"][..., 0], seed + 1)
+    options = {"topk": topk, "block_size": block_size, "cu_seqlens": cu_seqlens, "reduction": "none"}
+    result = run(implementation, inputs, options, dout, dkl)
+    assert_close(result["dv"].sum(2), dout.unflatten(1, (2, 3)).sum((2, 3)), 1e-12, "sum of dv against sum of dout")
+    through_q, through_k = (inputs["q"] * result["dq"]).sum(), (inputs["k"] * result["dk"]).sum()
+    assert_close(through_q, through_k, 1e-12, "<q, dq> against <k, dk>")
+    column = result["d_index_q"][..., -1]
+    assert_close(column, torch.zeros_like(column), 1e-12, "sum of dS_idx")
+
+
+@every_implementation
+@few(max_examples=6)
+@given(seed=seeds, block_size=block_sizes, topk=st.one_of(topks, st.none()))
+def test_6_a_constant_added_to_all_keys_changes_nothing(implementation, seed, block_size, topk):
+    inputs = random_inputs(seed, N=4 * block_size + 1, D=4, Dv=3, Di=4, dtype=torch.float64)
+    constant = torch.tensor([1.0, -2.0, 3.0, 0.5]).double()
+    options = {"topk": topk, "block_size": block_size}
+    before = run(implementation, inputs, options)
+    shifted = run(implementation, inputs | {"k": inputs["k"] + constant}, options)
+    assert_close(shifted["lse"], before["lse"] + inputs["q"] @ constant * 4**-0.5, 1e-12, "lse")
+    index_shifted = run(implementation, inputs | {"index_k": inputs["index_k"] + constant}, options)
+    assert_equal(index_shifted["lse"], before["lse"], "lse")
+    for after, moved in ((shifted, "dq"), (index_shifted, "d_index_q")):
+        assert_equal(after["ids"], before["ids"], "ids")
+        for name in ("out", "kl", *GRADIENTS):
+            assert_close(after[name], before[name], 1e-11, f"{name}, shifted with {moved}")
+
+
+@every_implementation
+@pytest.mark.parametrize("topk", [2, None])
+@pytest.mark.parametrize("last", [0, 14, 16, 75])
+def test_7_later_tokens_never_change_earlier_rows(last, topk, implementation):
+    inputs = random_inputs(1, N=77, H=6, Hkv=2, Hidx=2, Hik=1, Dv=8)
+    others = random_inputs(2, N=77, H=6, Hkv=2, Hidx=2, Hik=1, Dv=8)
+    changed = {
+        name: torch.cat([inputs[name][:, :, : last + 1], others[name][:, :, last + 1 :] * 5], 2) for name in INPUTS
+    }
+    options = {"topk": topk, "block_size": 16, "reduction": "none"}
+    before, after = run(implementation, inputs, options), run(implementation, changed, options)
+    for name in ("out", "lse", "kl", "ids"):
+        if before[name] is not None:
+            assert_equal(after[name][:, :, : last + 1], before[name][:, :, : last + 1], name)
+            assert not torch.equal(after[name], before[name])
+
+
+@every_implementation
+@few(max_examples=8)
+@given(seed=seeds, block_size=block_sizes, topk=st.one_of(topks, st.none()), cu_seqlens=documents())
+def test_8_packed_documents_equal_separate_calls(implementation, seed, block_size, topk, cu_seqlens):
+    inputs = random_inputs(seed, B=1, N=cu_seqlens[-1], H=4, Hkv=1, Hidx=2, D=4, Dv=3, Di=4, dtype=torch.float64)
+    dout, dkl = random_like(inputs["q"][..., :3], seed), random_like(inputs["index_q"][..., 0], seed + 1)
+    options = {"topk": topk, "block_size": block_size, "reduction": "none"}
+    packed = run(implementation, inputs, options | {"cu_seqlens": cu_seqlens}, dout, dkl)
+    first_block = 0
+    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+        if start == end:
+            continue
+        alone = {name: tensor[:, :, start:end] for name, tensor in inputs.items()}
+        separate = run(implementation, alone, options, dout[:, :, start:end], dkl[:, :, start:end])
+        for name in ("out", "lse", "kl", *GRADIENTS):
+            assert_close(packed[name][:, :, start:end], separate[name], 1e-12, f"{name} of tokens {start}..{end}")
+        if topk is not None:
+            ids = separate["ids"] + first_block * (separate["ids"] >= 0)
+            assert_equal(packed["ids"][:, :, start:end], ids, f"ids of tokens {start}..{end}")
+        first_block += -(-(end - start) // block_size)
+
+
+@every_implementation
+@pytest.mark.parametrize("topk", [2, None])
+def test_8_changing_one_document_changes_no_other(topk, implementation):
+    inputs = random_inputs(1, B=1, N=60, Dv=8)
+    others = random_inputs(2, B=1, N=60, Dv=8)
+    keep = torch.ones(60, dtype=torch.bool)
+    keep[21:43] = False
+    changed = {name: torch.where(keep[:, None], inputs[name], others[name] * 5) for name in INPUTS}
+    options = {"topk": topk, "block_size": 8, "cu_seqlens": [0, 21, 43, 60], "reduction": "none"}
+    before, after = run(implementation, inputs, options), run(implementation, changed, options)
+    for name in ("out", "lse", "kl", *GRADIENTS):
+        assert_equal(after[name][:, :, keep], before[name][:, :, keep], name)
+        assert not torch.equal(after[name], before[name])
+    if topk is not None:
+        assert_equal(after["ids"][:, :, keep], before["ids"][:, :, keep], "ids")
+
+
+@every_implementation
+@few(max_examples=8)
+@given(seed=seeds, blocks=st.integers(1, 6), block_size=block_sizes, topk=topks)
+def test_9_every_row_keeps_as_many_blocks_as_it_can(implementation, seed, blocks, block_size, topk):
+    inputs = random_inputs(seed, N=blocks * block_size, Di=2)
+    ids = IMPLEMENTATIONS[implementation].select_blocks(
+        inputs["index_q"], inputs["index_k"], topk=topk, block_size=block_size
+    )
+    expected = sum(min(token // block_size + 1, topk) for token in range(blocks * block_size))
+    assert ((ids >= 0).sum((-1, -2)) == expected).all()
+    assert all(len(set(row)) == len(row) for row in (row[row >= 0].tolist() for row in ids.flatten(0, 2)))
+
+
+@few(max_examples=12)
+@given(seed=seeds, block_size=block_sizes, topk=topks, cu_seqlens=documents())
+def test_9_reverse_index_is_the_transpose_of_the_selection(seed, block_size, topk, cu_seqlens):
+    inputs = random_inputs(seed, B=1, N=cu_seqlens[-1], Hidx=2, Di=2)
+    place = {"block_size": block_size, "cu_seqlens": cu_seqlens}
+    for ids in naive.select_blocks(inputs["index_q"], inputs["index_k"], topk=topk, **place)[0]:
+        queries, offsets = blockwise.reverse_index(ids, BlockGeometry(cu_seqlens[-1], **place))
+        for block in range(len(offsets) - 1):
+            expected = (ids == block).any(-1).nonzero().flatten()
+            assert_equal(queries[offsets[block] : offsets[block + 1]], expected, f"queries of block {block}")
+        assert len(queries) == (ids >= 0).sum() == offsets[-1]
