@@ -93,7 +93,8 @@ def sparse_attention(q, k, v, block_indices, *, block_size=128, scale=None, cu_s
         kv_head = head // problem.group
         logit = problem.scale * (k[batch, kv_head, tokens] @ q[batch, head, query])
         lse[batch, head, query] = _log_sum_exp(logit)
-        out[batch, head, query] = _softmax(logit) @ v[batch, kv_head, tokens]
+        weight = np.exp(logit - logit.max())
+        out[batch, head, query] = weight @ v[batch, kv_head, tokens] / weight.sum()
     return call.give(out, problem.dtype), call.give(lse)
 
 
@@ -120,10 +121,11 @@ def sparse_attention_backward(q, k, v, block_indices, dout, *, block_size=128, s
             continue
         kv_head, dout_row = head // problem.group, dout[batch, head, query]
         keys, values = k[batch, kv_head, tokens], v[batch, kv_head, tokens]
-        p = _softmax(problem.scale * (keys @ q[batch, head, query]))
-        dp = values @ dout_row
-        delta = p @ dp  # equals out · dout
-        ds = p * (dp - delta)
+        logit = problem.scale * (keys @ q[batch, head, query])
+        weight = np.exp(logit - logit.max())
+        p = weight / weight.sum()
+        delta = (weight @ values / weight.sum()) @ dout_row  # out · dout
+        ds = p * (values @ dout_row - delta)
         dq[batch, head, query] = problem.scale * (ds @ keys)
         dk[batch, kv_head, tokens] += problem.scale * np.outer(ds, q[batch, head, query])
         dv[batch, kv_head, tokens] += np.outer(p, dout_row)
@@ -241,11 +243,6 @@ def _log_probabilities(call, batch, head, query):
 def _log_sum_exp(logit):
     top = logit.max()
     return top + np.log(np.exp(logit - top).sum())
-
-
-def _softmax(logit):
-    weight = np.exp(logit - logit.max())
-    return weight / weight.sum()
 
 
 def _log_softmax(logit, lse):

@@ -1,8 +1,8 @@
 """The public operations: checked arguments, choice of the implementation, autograd, `torch.compile`.
 
 Each operation and each backward pass is one PyTorch operator (`torch.ops.msa.*`). An operator is opaque to
-`torch.compile`, which needs only the shapes that the `register_fake` functions give. The implementation behind them is a
-module with the five functions that `msa_ref.blockwise` has; forward and backward take the same one.
+`torch.compile`, which needs only the shapes that the `register_fake` functions give. The implementation behind them is
+a module with the five functions that `msa_ref.blockwise` has; forward and backward take the same one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from msa_ref import blockwise
 from msa_ref.compose import MSAOutput, select_attend_align
-from msa_ref.problem import BlockGeometry, Problem, describe, validate_block_indices
+from msa_ref.problem import BlockGeometry, describe, validate_block_indices
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -148,6 +149,7 @@ def _sparse_attention(q, k, v, block_indices, *, block_size, scale, cu_seqlens, 
         q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
     )
     _check_ids(check, block_indices, block_size, cu_seqlens)
+    _refuse_tangents(q, k, v)
     return _attention_op(q, k, v, block_indices, _offsets(cu_seqlens), block_size, problem.scale, backend)
 
 
@@ -160,6 +162,7 @@ def _index_kl_loss(
         scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
     )  # fmt: skip
     _check_ids(check, block_indices, block_size, cu_seqlens)
+    _refuse_tangents(index_q, index_k)
     kl = _index_loss_op(
         q.detach(), k.detach(), lse.detach(), index_q, index_k, block_indices, _offsets(cu_seqlens), block_size,
         problem.scale, problem.index_scale, backend,
@@ -178,6 +181,12 @@ def _choose(backend: str) -> str:
 def _check_ids(check: bool, block_indices: Tensor | None, block_size: int, cu_seqlens) -> None:
     if check and block_indices is not None and not torch.compiler.is_compiling() and block_indices.device.type == "cpu":
         validate_block_indices(block_indices, block_size=block_size, cu_seqlens=cu_seqlens)
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Forward-mode derivatives would silently be 0: PyTorch's custom operators have backward formulas only."""
+    if not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError("MSA has no forward-mode derivative; use backward()")
 
 
 def _offsets(cu_seqlens) -> Tensor | None:
@@ -205,7 +214,7 @@ def _select_op(
 ) -> Tensor:  # fmt: skip
     options = dict(topk=topk, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks)
     with _call(backend, cu_seqlens, index_q=index_q, index_k=index_k, **options) as (module, problem, geometry):
-        return module.select_forward(index_q, index_k, problem, geometry)
+        return module.select_forward(index_q, index_k, problem, geometry).contiguous()
 
 
 @_select_op.register_fake
@@ -316,11 +325,12 @@ def _needed(gradients, wanted):
     return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
 
 
-def _refuse_second_derivative(ctx, *gradients):
+def refuse_second_derivative(*_):
+    """Raises RuntimeError: stands where the gradient of a gradient would be computed (SPEC 7)."""
     raise RuntimeError("MSA has first derivatives only: the gradient of a gradient is not defined (SPEC 7)")
 
 
 _attention_op.register_autograd(_attention_gradients, setup_context=_save_attention)
 _index_loss_op.register_autograd(_index_loss_gradients, setup_context=_save_index_loss)
-_attention_backward_op.register_autograd(_refuse_second_derivative)
-_index_loss_backward_op.register_autograd(_refuse_second_derivative)
+_attention_backward_op.register_autograd(refuse_second_derivative)
+_index_loss_backward_op.register_autograd(refuse_second_derivative)

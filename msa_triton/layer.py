@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from msa_ref import dense
 from msa_ref.problem import BlockGeometry, describe
-from msa_triton import attention
+from msa_triton.attention import BACKENDS, index_kl_loss, msa_attention, select_blocks, sparse_attention
+from msa_triton.masked import masked_attention
 
 MODES = ("dense", "warm-up", "sparse")
 
@@ -18,8 +18,8 @@ MODES = ("dense", "warm-up", "sparse")
 class MSAttention(nn.Module):
     """Causal grouped-query attention that learns which key blocks to read (P 3).
 
-    The index branch reads the detached hidden state (P eq. 11), so that the KL loss trains the index branch alone and the
-    language-model loss everything else.
+    The index branch reads the detached hidden state (P eq. 11), so that the KL loss trains the index branch alone and
+    the language-model loss everything else.
 
     Args:
         hidden_size: width of the hidden state.
@@ -31,8 +31,8 @@ class MSAttention(nn.Module):
         rotary_width: leading channels of a head that RoPE turns, in both branches; None for all, 0 for none.
         rope_theta: base of the RoPE wavelengths.
         bias: whether the projections have a bias.
-        backend: "auto", "triton" or "torch" as in `msa_attention`, or "dense": the N x N masks of `msa_ref.dense`, which
-            are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention whatever the
+        backend: "auto", "triton" or "torch" as in `msa_attention`, or "dense": N x N masks (`msa_triton.masked`), which
+            are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention with any
             backend.
 
     Raises:
@@ -47,10 +47,10 @@ class MSAttention(nn.Module):
         rotary_width: int | None = None, rope_theta: float = 10000.0, bias: bool = False, backend: str = "auto",
     ):  # fmt: skip
         super().__init__()
-        head_width = head_width or hidden_size // heads
-        value_width = value_width or head_width
-        index_heads = index_heads or kv_heads
-        index_width = index_width or head_width
+        head_width = hidden_size // heads if head_width is None else head_width
+        value_width = head_width if value_width is None else value_width
+        index_heads = kv_heads if index_heads is None else index_heads
+        index_width = head_width if index_width is None else index_width
         self.sizes = {
             "q": (heads, head_width), "k": (kv_heads, head_width), "v": (kv_heads, value_width),
             "index_q": (index_heads, index_width), "index_k": (index_key_heads, index_width),
@@ -72,10 +72,10 @@ class MSAttention(nn.Module):
 
         Args:
             hidden: [B, N, hidden_size]. Under `torch.autocast` the branches are cast to the dtype of v.
-            mode: "dense": plain causal attention, the index branch does not run; "warm-up": the same attention, with the
-                KL over the full prefix; "sparse": attention and KL over the selected blocks.
+            mode: "dense": plain causal attention, the index branch does not run; "warm-up": the same attention, with
+                the KL over the full prefix; "sparse": attention and KL over the selected blocks.
             cu_seqlens: as in `msa_attention`; RoPE positions restart with each document.
-            select: takes the arguments of `select_blocks` in its place, to try another selection.
+            select: in mode "sparse", takes the arguments of `select_blocks` in its place, to try another selection.
 
         Returns:
             (output [B, N, hidden_size], kl_loss: a scalar in nats, 0 in mode "dense").
@@ -108,8 +108,8 @@ class MSAttention(nn.Module):
     def _check(self) -> None:
         probe = {name: torch.empty(1, count, 1, width) for name, (count, width) in self.sizes.items()}
         describe(**probe, **self.blocks, scale=self.scale, index_scale=self.index_scale)
-        if self.backend not in (*attention.BACKENDS, "dense"):
-            raise ValueError(f"backend must be one of {(*attention.BACKENDS, 'dense')}, got {self.backend!r}")
+        if self.backend not in (*BACKENDS, "dense"):
+            raise ValueError(f"backend must be one of {(*BACKENDS, 'dense')}, got {self.backend!r}")
         narrowest = min(self.sizes["q"][1], self.sizes["index_q"][1])
         if self.rotary_width is None and any(self.sizes[name][1] % 2 for name in ("q", "index_q")):
             raise ValueError("RoPE needs even widths; give an even rotary_width")
@@ -133,18 +133,19 @@ class MSAttention(nn.Module):
         )
 
     def _attend(self, q, k, v, index_q, index_k, mode, cu_seqlens, select):
-        module, backend = (dense, {}) if self.backend == "dense" else (attention, {"backend": self.backend})
-        scales = {"scale": self.scale, "index_scale": self.index_scale}
-        blocks = self.blocks if mode == "sparse" else {**self.blocks, "topk": None}
-        if select is None or mode == "warm-up":
-            out, kl_loss, _, _ = module.msa_attention(
-                q, k, v, index_q, index_k, **blocks, **scales, cu_seqlens=cu_seqlens, **backend
-            )
-            return out, kl_loss
-        place = dict(block_size=self.blocks["block_size"], cu_seqlens=cu_seqlens, **backend)
-        ids = select(index_q, index_k, **blocks, cu_seqlens=cu_seqlens)
-        out, lse = module.sparse_attention(q, k, v, ids, scale=self.scale, **place)
-        return out, module.index_kl_loss(q, k, lse, index_q, index_k, ids, **scales, **place)
+        tensors = q, k, v, index_q, index_k
+        block_size, sparse, masked = self.blocks["block_size"], mode == "sparse", self.backend == "dense"
+        options = dict(scale=self.scale, index_scale=self.index_scale, cu_seqlens=cu_seqlens)
+        if not masked and not (sparse and select):
+            blocks = self.blocks if sparse else {**self.blocks, "topk": None}
+            return msa_attention(*tensors, **blocks, **options, backend=self.backend)[:2]
+        ids = (select or select_blocks)(index_q, index_k, **self.blocks, cu_seqlens=cu_seqlens) if sparse else None
+        if masked:
+            return masked_attention(*tensors, ids, block_size=block_size, **options)
+        index_scale = options.pop("index_scale")
+        options = dict(options, block_size=block_size, backend=self.backend)
+        out, lse = sparse_attention(q, k, v, ids, **options)
+        return out, index_kl_loss(q, k, lse, index_q, index_k, ids, index_scale=index_scale, **options)
 
 
 def rotate(rows: Tensor, position: Tensor, width: int | None = None, theta: float = 10000.0) -> Tensor:

@@ -64,8 +64,8 @@ class LMOutput(NamedTuple):
 class SmallLM(nn.Module):
     """A pre-norm decoder: embedding, layers of MSAttention and SwiGLU, RMS norms, output projection.
 
-    Minimise `lm_loss + kl_loss` (P Alg. 1 with lambda 1); the two train disjoint parameters, so that the index branch may
-    have its own learning rate (`index_parameters`).
+    Minimise `lm_loss + kl_loss` (P Alg. 1 with lambda 1); the two train disjoint parameters, so that the index branch
+    may have its own learning rate (`index_parameters`).
 
     Raises:
         TypeError, ValueError: sizes or options that no call could have.

@@ -159,7 +159,8 @@ assert out.shape == q.shape and kl_loss.isfinite()
 
 @pytest.mark.parametrize("interpret", [None, "0", "1"])
 def test_import_works_without_a_gpu(interpret):
-    python("import msa_ref, msa_triton", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET=interpret)
+    code = "import msa_ref, msa_triton, torch; assert not torch.cuda.is_initialized()"
+    python(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET=interpret)
 
 
 def test_everything_on_the_cpu_works_without_triton():
@@ -226,10 +227,9 @@ def test_wheel_holds_every_module_and_nothing_else(source_copy, tmp_path):
 
 
 def test_import_does_not_initialise_cuda_not_even_in_a_forked_child():
-    python("import msa_ref, msa_triton, torch; assert not torch.cuda.is_initialized()")
-    python("import msa_ref, msa_triton, torch; assert not torch.cuda.is_initialized()", CUDA_VISIBLE_DEVICES="")
     python(
         "import multiprocessing, torch, msa_ref, msa_triton\n"
+        "assert not torch.cuda.is_initialized()\n"
         "with multiprocessing.get_context('fork').Pool(1) as pool:\n"
         "    assert pool.apply(torch.cuda.is_initialized) is False"
     )
@@ -267,3 +267,19 @@ def test_notebook_opens_on_any_machine(path):
 def test_readme_example_runs():
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     assert "(1, 4, 256, 16)" in python(example)
+
+
+def test_readme_is_right_about_torch_compile():
+    import torch
+
+    import msa_triton
+
+    def loss(*tensors):
+        out, kl_loss, *_ = msa_triton.msa_attention(*tensors, topk=2, block_size=16)
+        return out.square().mean() + kl_loss
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, 75, 8, requires_grad=True) for heads in (4, 2, 2, 2, 1)]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for eager, traced in zip(*(torch.autograd.grad(f(*tensors), tensors) for f in (loss, compiled)), strict=True):
+        assert torch.equal(eager, traced)

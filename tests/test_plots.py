@@ -24,7 +24,9 @@ PACKED = recall.random_blocks(N, BLOCK, TOPK, seed=0, cu_seqlens=[0, 9, 24])[0, 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(N, N, generator=GENERATOR).masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf)
 PROBABILITIES = LOGITS.softmax(dim=-1)
-SCORES = torch.randn(N, 6, generator=GENERATOR).masked_fill(torch.arange(6) > torch.arange(N)[:, None] // BLOCK, -math.inf)
+SCORES = torch.randn(N, 6, generator=GENERATOR).masked_fill(
+    torch.arange(6) > torch.arange(N)[:, None] // BLOCK, -math.inf
+)
 STEPS = torch.arange(0, 50, 10)
 FIGURES = {
     "attention": lambda: plots.plot_attention(PROBABILITIES.bfloat16()),
@@ -91,6 +93,9 @@ def test_block_load_counts_queries():
     bars = [patch.get_height() for patch in plots.plot_block_load(IDS[0], block_size=BLOCK).axes[0].patches]
     assert bars[:6] == [24, 20, 16, 12, 8, 4]
     assert bars[6:] == [(IDS[0] == block).sum().item() for block in range(6)]
+    packed = plots.plot_block_load(PACKED, block_size=BLOCK, cu_seqlens=[0, 9, 24]).axes[0].patches
+    assert [patch.get_height() for patch in packed[:7]] == [9, 5, 1, 15, 11, 7, 3]
+    assert [patch.get_height() for patch in packed[7:]] == [(PACKED == block).sum().item() for block in range(7)]
 
 
 def test_reverse_index_lists_queries_block_after_block():

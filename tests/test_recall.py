@@ -120,6 +120,14 @@ def test_a_row_with_nothing_to_recall_is_left_out():
     own_only[0, 0, :, 0] = torch.arange(4)
     assert recall.score_recall(mass, own_only, block_size=1) == 1
     assert recall.block_recall(own_only, own_only, block_size=1, exclude_own=True).isnan()
+    assert recall.score_recall(teacher()[:, :1, :4, :4], own_only, block_size=1, exclude_own=True).isnan()
+
+
+def test_the_oracle_fills_up_with_visible_blocks_without_mass():
+    mass = torch.zeros(1, 1, 6, 6)
+    mass[0, 0].fill_diagonal_(1.0)
+    best = recall.oracle_blocks(mass, topk=3, block_size=1, cu_seqlens=[0, 2, 6])
+    assert best[0, 0].tolist() == [[0, -1, -1], [0, 1, -1], [2, -1, -1], [2, 3, -1], [2, 3, 4], [2, 3, 5]]
 
 
 @pytest.mark.parametrize("cu_seqlens", PACKINGS)

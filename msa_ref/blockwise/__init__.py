@@ -5,7 +5,6 @@ bits every time. Functions, arguments and results are those of SPEC sections 3 t
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from msa_ref.blockwise.attention import attention_backward, attention_forward
 from msa_ref.blockwise.index_loss import index_loss_backward, index_loss_forward
@@ -124,6 +123,18 @@ def _geometry(problem, block_indices, cu_seqlens) -> BlockGeometry:
     return BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
 
 
+class _OnlyOnce(torch.autograd.Function):
+    """Runs a backward pass; its results raise when differentiated, even for a constant upstream gradient."""
+
+    @staticmethod
+    def forward(ctx, backward, *arguments):
+        return backward(*arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("second derivatives of MSA are not defined")
+
+
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, block_indices, problem, geometry):
@@ -135,11 +146,10 @@ class _SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, _):
         q, k, v, out, lse, block_indices = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):
-            gradients = attention_backward(dout, q, k, v, out, lse, block_indices, *ctx.call)
+            gradients = _OnlyOnce.apply(attention_backward, dout, q, k, v, out, lse, block_indices, *ctx.call)
         return *gradients, None, None, None
 
 
@@ -152,8 +162,7 @@ class _IndexLoss(torch.autograd.Function):
             return index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dkl):
         with torch.autocast(dkl.device.type, enabled=False):
-            gradients = index_loss_backward(dkl, *ctx.saved_tensors, *ctx.call)
+            gradients = _OnlyOnce.apply(index_loss_backward, dkl, *ctx.saved_tensors, *ctx.call)
         return *gradients, None, None, None, None, None, None
