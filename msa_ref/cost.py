@@ -15,7 +15,7 @@ import math
 import numbers
 from typing import NamedTuple
 
-from msa_ref.problem import _check_integer
+from msa_ref.problem import check_integer
 
 IRISH_DATA_CENTRES_GWH = {2024: 6973, 2025: 7663}  # CSO: metered electricity of all data centres in Ireland
 IRISH_DATA_CENTRES_SHARE_2025 = 0.23  # CSO: of all metered electricity in Ireland
@@ -252,7 +252,7 @@ def irish_data_centre_seconds(kwh: float, year: int = 2025) -> float:
 
 def _check_sizes(**sizes) -> None:
     for name, size in sizes.items():
-        _check_integer(name, size, 1)
+        check_integer(name, size, 1)
 
 
 def _check_positive(**values) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from msa_ref.problem import _check_integer, _check_multiple
+from msa_ref.problem import check_integer, check_multiple
 
 PATTERNS = ("local", "sink", "periodic", "needle", "random")
 SPLITS = ("train", "validation")
@@ -77,14 +77,14 @@ def synthetic_attention(
     mixtures = _parse(pattern)
     sizes = {"B": B, "N": N, "H": H, "Hkv": Hkv, "Hidx": Hidx, "Hik": Hik, "D": D, "Dv": Dv, "Di": Di}
     for name, size in {**sizes, "width": width, "sinks": sinks}.items():
-        _check_integer(name, size, 1)
-    _check_integer("period", period, 2)
+        check_integer(name, size, 1)
+    check_integer("period", period, 2)
     needle = N // 8 if needle is None else needle
-    _check_integer("needle", needle, 0)
-    _check_multiple("q", "H", H, "k", "Hkv", Hkv)
-    _check_multiple("q", "H", H, "index_q", "Hidx", Hidx)
-    _check_multiple("index_q", "Hidx", Hidx, "k", "Hkv", Hkv)
-    _check_multiple("index_q", "Hidx", Hidx, "index_k", "Hik", Hik)
+    check_integer("needle", needle, 0)
+    check_multiple("q", "H", H, "k", "Hkv", Hkv)
+    check_multiple("q", "H", H, "index_q", "Hidx", Hidx)
+    check_multiple("index_q", "Hidx", Hidx, "k", "Hkv", Hkv)
+    check_multiple("index_q", "Hidx", Hidx, "index_k", "Hik", Hik)
     if needle >= N:
         raise ValueError(f"needle must be below N={N}, got {needle}")
     if not dtype.is_floating_point:

@@ -149,25 +149,25 @@ def describe(
     index_heads = _size(index_q if index_q is not None else block_indices, 1) or kv_heads
     index_key_heads = _size(index_k, 1)
     index_name = "index_q" if index_q is not None else "block_indices"
-    _check_multiple("q", "H", heads, "k", "Hkv", kv_heads)
-    _check_multiple("q", "H", heads, index_name, "Hidx", index_heads)
-    _check_multiple(index_name, "Hidx", index_heads, "k", "Hkv", kv_heads)
-    _check_multiple("index_q", "Hidx", index_heads, "index_k", "Hik", index_key_heads)
+    check_multiple("q", "H", heads, "k", "Hkv", kv_heads)
+    check_multiple("q", "H", heads, index_name, "Hidx", index_heads)
+    check_multiple(index_name, "Hidx", index_heads, "k", "Hkv", kv_heads)
+    check_multiple("index_q", "Hidx", index_heads, "index_k", "Hik", index_key_heads)
 
-    _check_integer("block_size", block_size, 1)
+    check_integer("block_size", block_size, 1)
     if kernel and block_size not in KERNEL_BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {KERNEL_BLOCK_SIZES} for the Triton kernels, got {block_size}")
-    _check_integer("local_blocks", local_blocks, 0)
-    _check_integer("init_blocks", init_blocks, 0)
+    check_integer("local_blocks", local_blocks, 0)
+    check_integer("init_blocks", init_blocks, 0)
     if topk is not None or q is None:
-        _check_integer("topk", topk, 1)
+        check_integer("topk", topk, 1)
         if topk < local_blocks + init_blocks:
             raise ValueError(
                 f"topk must be at least local_blocks + init_blocks = {local_blocks} + {init_blocks}, got {topk}"
             )
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
-    _check_cu_seqlens(cu_seqlens, batch)
+    check_cu_seqlens(cu_seqlens, batch)
     width, index_width = _size(q, 3), _size(index_q, 3)
     first = next(iter(tensors.values()))
     return Problem(
@@ -193,8 +193,8 @@ def validate_block_indices(block_indices: torch.Tensor, *, block_size=128, cu_se
     if not isinstance(block_indices, torch.Tensor):
         raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")
     _check_block_indices(block_indices)
-    _check_integer("block_size", block_size, 1)
-    _check_cu_seqlens(cu_seqlens, block_indices.shape[0])
+    check_integer("block_size", block_size, 1)
+    check_cu_seqlens(cu_seqlens, block_indices.shape[0])
     geometry = BlockGeometry(block_indices.shape[2], block_size, cu_seqlens)
     ids = block_indices.detach().cpu().long()
     _raise_at((ids < -1) | (ids >= geometry.blocks), ids, f"outside -1 .. {geometry.blocks - 1}")
@@ -279,14 +279,14 @@ def _check_block_indices(block_indices: torch.Tensor) -> None:
         )
 
 
-def _check_multiple(name: str, symbol: str, count: int, of: str, of_symbol: str, divisor: int) -> None:
+def check_multiple(name: str, symbol: str, count: int, of: str, of_symbol: str, divisor: int) -> None:
     if count and divisor and count % divisor:
         raise ValueError(
             f"{name} has {count} heads ({symbol}), which is not a multiple of the {divisor} heads of {of} ({of_symbol})"
         )
 
 
-def _check_integer(name: str, value, minimum: int) -> None:
+def check_integer(name: str, value, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < minimum:
@@ -303,7 +303,7 @@ def _check_scale(name: str, value, width: int) -> float:
     return float(value)
 
 
-def _check_cu_seqlens(cu_seqlens, batch: int) -> None:
+def check_cu_seqlens(cu_seqlens, batch: int) -> None:
     if cu_seqlens is None:
         return
     if isinstance(cu_seqlens, torch.Tensor):

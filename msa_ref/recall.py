@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from msa_ref.problem import (
     BlockGeometry,
-    _check_cu_seqlens,
-    _check_integer,
-    _check_multiple,
+    check_cu_seqlens,
+    check_integer,
+    check_multiple,
     describe,
     validate_block_indices,
 )
@@ -51,9 +51,9 @@ def teacher_block_mass(
         TypeError, ValueError: as `sparse_attention`; index_heads that does not divide H; chunk < 1.
     """
     problem = describe(q=q, k=k, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens)
-    _check_integer("index_heads", index_heads, 1)
-    _check_integer("chunk", chunk, 1)
-    _check_multiple("q", "H", problem.heads, "index_heads", "Hidx", index_heads)
+    check_integer("index_heads", index_heads, 1)
+    check_integer("chunk", chunk, 1)
+    check_multiple("q", "H", problem.heads, "index_heads", "Hidx", index_heads)
     geometry = BlockGeometry(problem.tokens, block_size, cu_seqlens)
     q, k = q.to(problem.accumulator) * problem.scale, k.to(problem.accumulator)
     mass = q.new_zeros(problem.batch, index_heads, problem.tokens, geometry.blocks)
@@ -234,8 +234,8 @@ class _Rows:
 
 def _geometry(N: int, block_size: int, cu_seqlens, **sizes) -> BlockGeometry:
     for name, size in {"N": N, "block_size": block_size, **sizes}.items():
-        _check_integer(name, size, 1)
-    _check_cu_seqlens(cu_seqlens, sizes["batch"])
+        check_integer(name, size, 1)
+    check_cu_seqlens(cu_seqlens, sizes["batch"])
     return BlockGeometry(N, block_size, cu_seqlens)
 
 
@@ -264,8 +264,8 @@ def _visible(geometry: BlockGeometry) -> torch.Tensor:
 
 
 def _forced(geometry: BlockGeometry, local_blocks: int, init_blocks: int, device) -> torch.Tensor:
-    _check_integer("local_blocks", local_blocks, 0)
-    _check_integer("init_blocks", init_blocks, 0)
+    check_integer("local_blocks", local_blocks, 0)
+    check_integer("init_blocks", init_blocks, 0)
     block = torch.arange(geometry.blocks)
     newest = block > geometry.block_of[:, None] - local_blocks
     oldest = block < geometry.first_block[:, None] + init_blocks
@@ -275,7 +275,7 @@ def _forced(geometry: BlockGeometry, local_blocks: int, init_blocks: int, device
 def _choose(scores, geometry: BlockGeometry, topk: int, local_blocks: int, init_blocks: int) -> torch.Tensor:
     """SPEC 3 for given block scores [B, Hidx, N, NB]."""
     forced = _forced(geometry, local_blocks, init_blocks, scores.device)
-    _check_integer("topk", topk, max(1, local_blocks + init_blocks))
+    check_integer("topk", topk, max(1, local_blocks + init_blocks))
     visible = _visible(geometry).to(scores.device)
     ranked = scores.masked_fill(~visible, -torch.inf).masked_fill(forced, torch.inf)
     kept = ranked.argsort(dim=-1, descending=True, stable=True)[..., :topk]

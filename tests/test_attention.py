@@ -227,6 +227,8 @@ def test_only_the_gradients_asked_for_are_returned():
     result = msa_attention(*tensors, **BLOCKS)
     (result.out.sum() + result.kl_loss).backward()
     assert [tensor.grad is not None for tensor in tensors] == [False, False, True, False, True]
+    tensors[4].requires_grad_(False)
+    assert not msa_attention(*tensors, **BLOCKS).kl_loss.requires_grad
 
 
 def test_unused_output_costs_no_backward_pass(monkeypatch):
