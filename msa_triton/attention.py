@@ -300,29 +300,23 @@ def _save_attention(ctx, inputs, output):
 
 
 def _attention_gradients(ctx, dout, _):
-    unused = (None,) * 5
-    if dout is None:
-        return (None, None, None, *unused)
-    gradients = _attention_backward_op(dout, *ctx.saved_tensors, *ctx.options)
-    return (*_needed(gradients, ctx.needs_input_grad[:3]), *unused)
+    gradients = (None,) * 3
+    if dout is not None:
+        gradients = _attention_backward_op(dout, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *(None,) * 5
 
 
 def _save_index_loss(ctx, inputs, output):
-    *tensors, ctx.options = inputs[:7] + (inputs[7:],)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
 def _index_loss_gradients(ctx, dkl):
-    unused = (None,) * 6
-    if dkl is None:
-        return (None,) * 11
-    gradients = _index_loss_backward_op(dkl, *ctx.saved_tensors, *ctx.options)
-    return (None, None, None, *_needed(gradients, ctx.needs_input_grad[3:5]), *unused)
-
-
-def _needed(gradients, wanted):
-    return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+    gradients = (None,) * 2
+    if dkl is not None:
+        gradients = _index_loss_backward_op(dkl, *ctx.saved_tensors, *ctx.options)
+    return *(None,) * 3, *gradients, *(None,) * 6
 
 
 def refuse_second_derivative(*_):

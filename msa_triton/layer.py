@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from msa_ref import dense
 from msa_ref.problem import BlockGeometry, describe
-from msa_triton.attention import BACKENDS, index_kl_loss, msa_attention, select_blocks, sparse_attention
-from msa_triton.masked import masked_attention
+from msa_triton import attention
 
 MODES = ("dense", "warm-up", "sparse")
 
@@ -31,8 +31,8 @@ class MSAttention(nn.Module):
         rotary_width: leading channels of a head that RoPE turns, in both branches; None for all, 0 for none.
         rope_theta: base of the RoPE wavelengths.
         bias: whether the projections have a bias.
-        backend: "auto", "triton" or "torch" as in `msa_attention`, or "dense": N x N masks (`msa_triton.masked`), which
-            are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention with any
+        backend: "auto", "triton" or "torch" as in `msa_attention`, or "dense": the N x N masks of `msa_ref.dense`,
+            which are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention with any
             backend.
 
     Raises:
@@ -91,7 +91,7 @@ class MSAttention(nn.Module):
             out, kl_loss = self._plain(q, k, v, document), hidden.new_zeros((), dtype=torch.float32)
         else:
             index = self._heads(("index_q", "index_k"), hidden.detach(), position, v.dtype)
-            out, kl_loss = self._attend(q, k, v, *index, mode, cu_seqlens, select)
+            out, kl_loss = self._attend(q, k, v, *index, mode, document, cu_seqlens, select)
         return self.output(out.transpose(1, 2).flatten(2)), kl_loss
 
     def project(self, hidden: Tensor, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -108,8 +108,8 @@ class MSAttention(nn.Module):
     def _check(self) -> None:
         probe = {name: torch.empty(1, count, 1, width) for name, (count, width) in self.sizes.items()}
         describe(**probe, **self.blocks, scale=self.scale, index_scale=self.index_scale)
-        if self.backend not in (*BACKENDS, "dense"):
-            raise ValueError(f"backend must be one of {(*BACKENDS, 'dense')}, got {self.backend!r}")
+        if self.backend not in (*attention.BACKENDS, "dense"):
+            raise ValueError(f"backend must be one of {(*attention.BACKENDS, 'dense')}, got {self.backend!r}")
         narrowest = min(self.sizes["q"][1], self.sizes["index_q"][1])
         if self.rotary_width is None and any(self.sizes[name][1] % 2 for name in ("q", "index_q")):
             raise ValueError("RoPE needs even widths; give an even rotary_width")
@@ -132,20 +132,23 @@ class MSAttention(nn.Module):
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
 
-    def _attend(self, q, k, v, index_q, index_k, mode, cu_seqlens, select):
-        tensors = q, k, v, index_q, index_k
-        block_size, sparse, masked = self.blocks["block_size"], mode == "sparse", self.backend == "dense"
-        options = dict(scale=self.scale, index_scale=self.index_scale, cu_seqlens=cu_seqlens)
-        if not masked and not (sparse and select):
-            blocks = self.blocks if sparse else {**self.blocks, "topk": None}
-            return msa_attention(*tensors, **blocks, **options, backend=self.backend)[:2]
-        ids = (select or select_blocks)(index_q, index_k, **self.blocks, cu_seqlens=cu_seqlens) if sparse else None
-        if masked:
-            return masked_attention(*tensors, ids, block_size=block_size, **options)
-        index_scale = options.pop("index_scale")
-        options = dict(options, block_size=block_size, backend=self.backend)
-        out, lse = sparse_attention(q, k, v, ids, **options)
-        return out, index_kl_loss(q, k, lse, index_q, index_k, ids, index_scale=index_scale, **options)
+    def _attend(self, q, k, v, index_q, index_k, mode, document, cu_seqlens, select):
+        scales = dict(scale=self.scale, index_scale=self.index_scale)
+        module, place = attention, dict(cu_seqlens=cu_seqlens, backend=self.backend)
+        if self.backend == "dense":
+            module, place = dense, dict(cu_seqlens=cu_seqlens)
+        blocks = self.blocks if mode == "sparse" else {**self.blocks, "topk": None}
+        if mode == "warm-up" and self.backend == "dense":
+            # The same bits as in mode "dense": warming up the index changes nothing else.
+            teacher = (tensor.detach() for tensor in (q, k, v))
+            kl_loss = dense.msa_attention(*teacher, index_q, index_k, **blocks, **scales, **place).kl_loss
+            return self._plain(q, k, v, document), kl_loss
+        if mode == "warm-up" or select is None:
+            return module.msa_attention(q, k, v, index_q, index_k, **blocks, **scales, **place)[:2]
+        ids = select(index_q, index_k, **blocks, cu_seqlens=cu_seqlens)
+        place["block_size"] = self.blocks["block_size"]
+        out, lse = module.sparse_attention(q, k, v, ids, scale=self.scale, **place)
+        return out, module.index_kl_loss(q, k, lse, index_q, index_k, ids, **scales, **place)
 
 
 def rotate(rows: Tensor, position: Tensor, width: int | None = None, theta: float = 10000.0) -> Tensor:

@@ -23,7 +23,7 @@ class SmallLMConfig:
 
     layers: int = 4
     hidden_size: int = 128
-    ffn_width: int = 512
+    ffn_width: int = 480
     vocabulary: int = 256
     context: int = 512
     tied: bool = False
@@ -33,10 +33,10 @@ class SmallLMConfig:
     index_heads: int | None = None
     index_width: int = 32
     block_size: int = 8
-    topk: int = 8
+    topk: int = 6
     local_blocks: int = 1
     init_blocks: int = 0
-    qk_norm: bool = True
+    qk_norm: bool = False
     rotary_width: int | None = None
     rope_theta: float = 10000.0
     backend: str = "dense"

@@ -2,8 +2,9 @@
 
     python -m msa_triton.train --steps 3600 --topk 4 --json curves.json
 
-trains dense for half of the steps, then from that checkpoint in three ways: dense to the end (the baseline); warm-up,
-then sparse with the blocks that the index chooses; sparse with a sliding window of the same budget, the last topk blocks.
+trains dense for half of the steps, then from that checkpoint in three ways: dense to the end (the baseline);
+warm-up, then sparse with the blocks that the index chooses; sparse with a sliding window of the same budget, the last
+topk blocks.
 Validation loss is measured along the way. Runs on a CPU.
 """
 
@@ -32,8 +33,8 @@ from msa_triton.model import SmallLM, SmallLMConfig
 class Recipe:
     """How to train; both learning rates rise linearly over `ramp` steps, then fall linearly to 0 at the last step.
 
-    `batch` is windows of `SmallLMConfig.context` bytes per step; `clip` bounds the gradient norm of the backbone alone, so
-    that the index branch cannot change the backbone's updates; `kl_weight` is lambda of P Alg. 1.
+    `batch` is windows of `SmallLMConfig.context` bytes per step; `clip` bounds the gradient norm of the backbone alone,
+    so that the index branch cannot change the backbone's updates; `kl_weight` is lambda of P Alg. 1.
     """
 
     steps: int = 1400

@@ -227,6 +227,7 @@ def test_only_the_gradients_asked_for_are_returned():
     result = msa_attention(*tensors, **BLOCKS)
     (result.out.sum() + result.kl_loss).backward()
     assert [tensor.grad is not None for tensor in tensors] == [False, False, True, False, True]
+    tensors[0].requires_grad_(True)
     tensors[4].requires_grad_(False)
     assert not msa_attention(*tensors, **BLOCKS).kl_loss.requires_grad
 

@@ -1,4 +1,4 @@
-"""`MSAttention` and the masked attention behind its "dense" backend."""
+"""`MSAttention`."""
 
 import compare
 import pytest
@@ -8,7 +8,6 @@ from msa_ref import dense
 from msa_ref.recall import last_blocks
 from msa_triton import MSAttention
 from msa_triton.layer import MODES, rotate
-from msa_triton.masked import TILE, masked_attention
 
 BACKENDS = ("dense", "torch")
 DOCUMENTS = [0, 5, 5, 29, 40]
@@ -51,7 +50,7 @@ def test_forward_is_projections_attention_and_output(backend, mode, options):
 
 @pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
 def test_dense_mode_is_the_warm_up_without_the_index(cu_seqlens):
-    module, hidden = layer(), hidden_state()
+    module, hidden = layer(scale=0.9), hidden_state()
     output, kl_loss = module(hidden, mode="dense", cu_seqlens=cu_seqlens)
     warm_up, warm_up_loss = module(hidden, mode="warm-up", cu_seqlens=cu_seqlens)
     compare.assert_close(output, warm_up, 1e-5)
@@ -191,13 +190,20 @@ def test_rope_depends_on_the_distance_alone():
     compare.assert_close(turned.flatten(), torch.cat(expected), 1e-6)
 
 
-def test_rope_reaches_both_branches():
-    module, hidden = layer(), hidden_state(tokens=1).expand(1, 9, 24)
-    q, k, v, index_q, index_k = module.project(hidden)
-    for tensor in (q, k, index_q, index_k):
-        assert (tensor[:, :, 1:] - tensor[:, :, :1]).abs().amax(-1).min() > 1e-3
-    compare.assert_close(v[:, :, 1:], v[:, :, :1].expand(1, 2, 8, 6), 1e-6)
-    compare.assert_close(module.project(hidden, cu_seqlens=[0, 3, 9])[0][:, :, 3:], q[:, :, :6], 1e-6)
+@pytest.mark.parametrize("width", [None, 2, 0])
+def test_rope_turns_the_leading_channels_of_both_branches(width):
+    module, hidden = layer(rotary_width=width), hidden_state(tokens=1).expand(1, 9, 24)
+    for tensor in module.project(hidden):
+        turned = 0 if tensor.shape[-1] == 6 else tensor.shape[-1] if width is None else width
+        change = (tensor[:, :, 1:] - tensor[:, :, :1]).abs()
+        assert (change[..., :turned] > 1e-6).all() and (change[..., turned:] < 1e-6).all()
+    restarted = module.project(hidden, cu_seqlens=[0, 3, 9])[0][:, :, 3:]
+    compare.assert_close(restarted, module.project(hidden)[0][:, :, :6], 1e-6)
+
+
+def test_rope_theta():
+    q = [layer(rope_theta=theta).project(hidden_state())[0] for theta in (10.0, 10.0, 1e4)]
+    assert torch.equal(q[0], q[1]) and not torch.equal(q[0], q[2])
 
 
 @pytest.mark.parametrize("options, error, message", [
@@ -225,72 +231,3 @@ def test_bad_calls_are_refused():
             module(hidden_state(batch=2), mode=mode, cu_seqlens=[0, 40])
     with pytest.raises(NotImplementedError, match="triton"):
         layer("triton")(hidden)
-
-
-def masked_run(inputs, options, ids, dout=None, dkl=1.0):
-    """out, kl and the five gradients of the masked attention."""
-    tensors = [inputs[name].detach().requires_grad_() for name in compare.INPUTS]
-    out, kl = masked_attention(*tensors, ids, **options)
-    dout = torch.ones_like(out) if dout is None else dout
-    found = torch.autograd.grad((out, kl), tensors, (dout, torch.full_like(kl, dkl)))
-    return dict(zip(("out", "kl", *compare.GRADIENTS), (out, kl, *found), strict=True))
-
-
-@pytest.mark.parametrize("sizes", [{}, {"H": 8, "Hidx": 4, "Hik": 2, "Dv": 12, "Di": 8}, {"H": 4, "Hkv": 1, "Hidx": 4}])
-@pytest.mark.parametrize("call", ["plain", "documents", "warm-up", "packed warm-up", "empty rows"])
-def test_masked_attention_matches_the_dense_reference(sizes, call):
-    N = TILE + 45
-    inputs = compare.random_inputs(1, B=1, N=N, dtype=torch.float64, **sizes)
-    options = {"block_size": 16, "scale": 0.3, "index_scale": 0.1}
-    if call in ("documents", "packed warm-up"):
-        options["cu_seqlens"] = [0, 3, 3, 150, N]
-    place = {name: options.get(name) for name in ("block_size", "cu_seqlens")}
-    ids = None
-    if "warm-up" not in call:
-        ids = dense.select_blocks(inputs["index_q"], inputs["index_k"], topk=3, **place)
-    if call == "empty rows":
-        ids[:, :, 5], ids[:, 0, 160] = -1, -1
-    dout = compare.random_like(torch.empty(1, sizes.get("H", 6), N, sizes.get("Dv", 16)), 2, torch.float64)
-    found = masked_run(inputs, options, ids, dout, 2.0)
-    dkl = torch.tensor(2.0, dtype=torch.float64)
-    expected = compare.run("dense", inputs, {**options, "topk": None}, dout, dkl, ids)
-    for name, tensor in found.items():
-        compare.assert_close(tensor, expected[name], 1e-10, f"{call} {name}", floor=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_masked_attention_accumulates_in_float32(dtype):
-    inputs = compare.random_inputs(3, dtype=dtype)
-    ids = dense.select_blocks(inputs["index_q"], inputs["index_k"], topk=2, block_size=16)
-    found = masked_run(inputs, {"block_size": 16}, ids)
-    expected = compare.run_reference(inputs, {"block_size": 16, "topk": 2})
-    for name, tensor in found.items():
-        assert tensor.dtype == (torch.float32 if name == "kl" else dtype)
-        compare.assert_close(tensor, expected[name], 2e-2, name, floor=1e-3)
-
-
-def test_masked_attention_at_extreme_logits():
-    inputs = {name: tensor * 1e4 for name, tensor in compare.random_inputs(4, dtype=torch.float64).items()}
-    expected = compare.run("dense", inputs, {"block_size": 16, "topk": None})
-    inputs = {name: tensor.float() for name, tensor in inputs.items()}
-    found = masked_run(inputs, {"block_size": 16}, None)
-    assert all(tensor.isfinite().all() for tensor in found.values())
-    compare.assert_close(found["kl"], expected["kl"], 1e-5)
-
-
-def test_masked_attention_refuses_what_the_others_refuse():
-    inputs = compare.random_inputs(5, B=1, N=20)
-    ids = torch.full((1, 2, 20, 1), 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="block 2, which is outside -1 .. 1"):
-        masked_attention(**inputs, block_indices=ids, block_size=16)
-    with pytest.raises(TypeError, match="share one dtype"):
-        masked_attention(**{**inputs, "v": inputs["v"].double()}, block_indices=None)
-
-
-@pytest.mark.parametrize("output, wanted", [(0, 0), (0, 2), (1, 3)])
-def test_masked_attention_has_no_second_derivative(output, wanted):
-    leaves = [tensor.requires_grad_() for tensor in compare.random_inputs(6, B=1, N=20).values()]
-    loss = masked_attention(*leaves, None, block_size=16)[output].sum()
-    (first,) = torch.autograd.grad(loss, leaves[wanted], create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad((first * leaves[wanted]).sum(), leaves[wanted])
