@@ -82,7 +82,9 @@ def test_query_heads_read_their_own_kv_head_and_their_own_selection(heads, imple
         inputs["index_q"][:, head, :, head] = 1
         inputs["index_k"][:, :, head % 3 * BLOCK, head] = -1
         inputs["index_k"][:, key_head, head % 3 * BLOCK, head] = 1
-    result = run(implementation, inputs, OPTIONS)
+    dout, dkl = random_like(inputs["q"], 1), torch.tensor(float(index_heads * TOKENS))
+    result = run(implementation, inputs, OPTIONS, dout, dkl)
+    assert_same_run(result, run_double(inputs, OPTIONS, dout, dkl), torch.float32, implementation)
     preferred = torch.arange(index_heads) % 3
     assert_equal(result["ids"][0, :, -1], torch.stack([preferred, torch.full_like(preferred, BLOCKS - 1)], -1))
     reads = 1000.0 * (torch.arange(query_heads) // (query_heads // kv_heads))[:, None]
