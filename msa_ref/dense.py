@@ -7,8 +7,8 @@ import itertools
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from msa_ref.autograd import OnlyOnce
 from msa_ref.compose import MSAOutput
 from msa_ref.problem import BlockGeometry, describe, validate_block_indices
 
@@ -235,20 +235,23 @@ class _FirstOrder(torch.autograd.Function):
         with torch.set_grad_enabled(any(needed)), _no_autocast(tensors[0].device):
             ctx.inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
             ctx.outputs = function(*ctx.inputs)
+        ctx.save_for_backward(*tensors)
         results = tuple(output.detach() for output in ctx.outputs)
         constant = (not output.requires_grad for output in ctx.outputs)
         ctx.mark_non_differentiable(*itertools.compress(results, constant))
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
-        pairs = zip(ctx.outputs, gradients, strict=True)
-        used = [(output, gradient) for output, gradient in pairs if gradient is not None]
-        wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
-        if not used or not wanted:
-            return (None,) * (1 + len(ctx.inputs))
-        outputs, gradients = zip(*used, strict=True)
-        with _no_autocast(ctx.inputs[0].device):
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
-        return None, *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs)
+        def differentiate(*_):
+            pairs = zip(ctx.outputs, gradients, strict=True)
+            used = [(output, gradient) for output, gradient in pairs if gradient is not None]
+            wanted = [tensor for tensor in ctx.inputs if tensor.requires_grad]
+            if not used or not wanted:
+                return (None,) * len(ctx.inputs)
+            outputs, upstream = zip(*used, strict=True)
+            with _no_autocast(ctx.inputs[0].device):
+                found = iter(torch.autograd.grad(outputs, wanted, upstream, retain_graph=True, allow_unused=True))
+            return tuple(next(found) if tensor.requires_grad else None for tensor in ctx.inputs)
+
+        return None, *OnlyOnce.apply(differentiate, *gradients, *ctx.saved_tensors)

@@ -248,7 +248,8 @@ def _check_lengths(tensors: dict, lse, block_indices) -> None:
         shaped["block_indices"] = block_indices
     for axis, what in ((0, "batch size B"), (2, "length N")):
         sizes = {name: tensor.shape[axis] for name, tensor in shaped.items()}
-        if len(set(sizes.values())) > 1:
+        first = next(iter(sizes.values()))
+        if any(size != first for size in sizes.values()):
             raise ValueError(f"tensors must share one {what}, got {_listed(sizes)}")
     if "index_q" in shaped and block_indices is not None and block_indices.shape[1] != shaped["index_q"].shape[1]:
         counts = {name: shaped[name].shape[1] for name in ("index_q", "block_indices")}
@@ -298,7 +299,7 @@ def _check_scale(name: str, value, width: int) -> float:
         return width**-0.5 if width else 1.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be finite and > 0, got {value}")
     return float(value)
 

@@ -32,8 +32,8 @@ class MSAttention(nn.Module):
         rope_theta: base of the RoPE wavelengths.
         bias: whether the projections have a bias.
         backend: "auto", "triton" or "torch" as in `msa_attention`, or "dense": the N x N masks of `msa_ref.dense`,
-            which are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention with any
-            backend.
+            which are faster than blocks on a CPU at a few hundred tokens. Mode "dense" uses PyTorch's attention with
+            any backend.
 
     Raises:
         TypeError, ValueError: sizes or options that no call could have (SPEC 8).

@@ -123,10 +123,7 @@ LOSSES = {
 @every_autograd
 @every_topk
 @pytest.mark.parametrize("loss, name", LOSSES.values(), ids=LOSSES)
-def test_a_second_derivative_is_an_error(loss, name, topk, implementation, request):
-    if implementation == "dense" and loss in (LOSSES["sum of out"][0], LOSSES["kl"][0]):
-        reason = "dense drops the second derivative when the upstream gradient is a constant"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_a_second_derivative_is_an_error(loss, name, topk, implementation):
     leaves, result = attend(implementation, random_inputs(0), topk)
     first = loss(result)
     (gradient,) = torch.autograd.grad(first, leaves[name], create_graph=True)

@@ -9,7 +9,7 @@ from msa_triton import SmallLM, SmallLMConfig
 from msa_triton.layer import MODES
 
 TINY = dict(layers=2, hidden_size=32, ffn_width=48, context=40, heads=2, kv_heads=2, head_width=8, index_width=4,
-            block_size=4, topk=3)  # fmt: skip
+            block_size=4, topk=3, qk_norm=True)  # fmt: skip
 
 
 def model(seed=0, **options):
@@ -25,13 +25,13 @@ def text(batch=2, tokens=41, seed=0):
 
 def test_default_sizes():
     default = SmallLM()
-    config = default.config
-    assert (config.layers, config.hidden_size, config.heads, config.kv_heads, config.head_width) == (4, 128, 4, 2, 16)
-    assert (config.index_width, config.ffn_width, config.context, config.vocabulary) == (32, 512, 512, 256)
-    assert (config.block_size, config.topk, len(default.layers)) == (8, 8, 4)
-    # embedding and head; per layer 4 attention, 2 index and 3 FFN matrices, 4 head norms, 2 norms; final norm
-    layer = 128 * (64 + 32 + 32 + 64 + 64 + 32 + 3 * 512) + 2 * 16 + 2 * 32 + 2 * 128
-    assert sum(parameter.numel() for parameter in default.parameters()) == 2 * 256 * 128 + 4 * layer + 128
+    config, width = default.config, default.config.hidden_size
+    assert (config.layers, width, config.heads, config.kv_heads, config.head_width) == (4, 128, 4, 2, 16)
+    assert (config.index_width, config.context, config.vocabulary, config.block_size) == (32, 512, 256, 8)
+    assert len(default.layers) == 4 and not config.qk_norm and not config.tied
+    # q, k, v, output, index_q and index_k; three FFN matrices; two norms
+    layer = width * (64 + 32 + 32 + 64 + 64 + 32) + 3 * width * config.ffn_width + 2 * width
+    assert sum(parameter.numel() for parameter in default.parameters()) == 2 * 256 * width + 4 * layer + width
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"qk_norm": False, "rotary_width": 2, "backend": "torch"}])
@@ -184,7 +184,11 @@ def test_generate():
     lm = model()
     train(lm, ["dense"] * 30 + ["warm-up"] * 20 + ["sparse"] * 10)
     prompt = bytes(text(1, 20)[0].tolist())
-    written = lm.generate(prompt, 50)  # past the context of 40
+    seen = []
+    watch = lm.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
+    written = lm.generate(prompt, 50)
+    watch.remove()
+    assert seen == [min(length, 40) for length in range(20, 70)]
     expected = bytes((prompt[-1] - 97 + step) % 5 + 97 for step in range(1, 51))
     assert written == expected
     drawn = [lm.generate(prompt, 8, temperature=5.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]

@@ -6,6 +6,7 @@ bits every time. Functions, arguments and results are those of SPEC sections 3 t
 
 import torch
 
+from msa_ref.autograd import OnlyOnce
 from msa_ref.blockwise.attention import attention_backward, attention_forward
 from msa_ref.blockwise.index_loss import index_loss_backward, index_loss_forward
 from msa_ref.blockwise.select import select_forward
@@ -123,18 +124,6 @@ def _geometry(problem, block_indices, cu_seqlens) -> BlockGeometry:
     return BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
 
 
-class _OnlyOnce(torch.autograd.Function):
-    """Runs a backward pass; its results raise when differentiated, even for a constant upstream gradient."""
-
-    @staticmethod
-    def forward(ctx, backward, *arguments):
-        return backward(*arguments)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("second derivatives of MSA are not defined")
-
-
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, block_indices, problem, geometry):
@@ -149,7 +138,7 @@ class _SparseAttention(torch.autograd.Function):
     def backward(ctx, dout, _):
         q, k, v, out, lse, block_indices = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):
-            gradients = _OnlyOnce.apply(attention_backward, dout, q, k, v, out, lse, block_indices, *ctx.call)
+            gradients = OnlyOnce.apply(attention_backward, dout, q, k, v, out, lse, block_indices, *ctx.call)
         return *gradients, None, None, None
 
 
@@ -164,5 +153,5 @@ class _IndexLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dkl):
         with torch.autocast(dkl.device.type, enabled=False):
-            gradients = _OnlyOnce.apply(index_loss_backward, dkl, *ctx.saved_tensors, *ctx.call)
+            gradients = OnlyOnce.apply(index_loss_backward, dkl, *ctx.saved_tensors, *ctx.call)
         return *gradients, None, None, None, None, None, None

@@ -5,6 +5,8 @@ import torch
 from msa_ref.blockwise.tiles import DENSE_BLOCK, TileLogits, key_major_tiles, queries_per_tile, token_major
 from msa_ref.problem import BlockGeometry, Problem
 
+COARSE = 1e-4
+
 
 def attention_forward(q, k, v, block_indices, problem: Problem, geometry: BlockGeometry):
     """(out, lse) of validated tensors."""
@@ -16,8 +18,9 @@ def attention_forward(q, k, v, block_indices, problem: Problem, geometry: BlockG
         keys = k[batch, kv_head].to(problem.accumulator) * problem.scale
         values = v[batch, kv_head].to(problem.accumulator).contiguous()
         ids = ids_of(block_indices, batch, index_head)
-        mixed, row_lse = stream(rows, keys, values, ids, problem, geometry, tile)
-        out[batch, heads], lse[batch, heads] = mixed.transpose(0, 1), row_lse.T
+        mixed, largest, total = stream(rows, keys, values, ids, problem, geometry, tile)
+        mixed.div_(total.masked_fill(total == 0, 1)[..., None])
+        out[batch, heads], lse[batch, heads] = mixed.transpose(0, 1), (largest + total.log()).T
     return out, lse
 
 
@@ -29,15 +32,17 @@ def stream(rows, keys, values, ids, problem: Problem, geometry: BlockGeometry, t
         ids: [N, slots], or None for all visible blocks.
 
     Returns:
-        (mixed [N, R, Dv] or None, lse [N, R]).
+        mixed: [N, R, Dv], the values weighted by exp(logit - largest), or None; largest: [N, R], the largest logit;
+        total: [N, R], the sum of exp(logit - largest). lse = largest + ln total.
     """
     largest = rows.new_full(rows.shape[:2], -torch.inf)
     total = torch.zeros_like(largest)
     logits_of = TileLogits(rows, keys, tile, longest_block(problem))
+    mixed = None
     if values is not None:
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[1])
         product = rows.new_empty(tile * rows.shape[1], values.shape[1])
-    for start, stop, queries, future in key_major_tiles(ids, geometry, tile):
+    for start, stop, queries, future in key_major_tiles(ids, geometry, tile, rows.device):
         weights = logits_of(start, stop, queries)
         if future is not None:
             weights.masked_fill_(future, -torch.inf)
@@ -51,10 +56,28 @@ def stream(rows, keys, values, ids, problem: Problem, geometry: BlockGeometry, t
             torch.mm(logits_of.full, values[start:stop], out=product)
             update = product.view(tile, rows.shape[1], -1)[: len(queries)]
             mixed[queries] = mixed[queries].mul_(rescale[..., None]).add_(update)
-    lse = largest + total.log()
-    if values is None:
-        return None, lse
-    return mixed.div_(total.masked_fill(total == 0, 1)[..., None]), lse
+    return mixed, largest, total
+
+
+class Softmax:
+    """Turns the logits of a tile into probabilities, given the LSE of every row.
+
+    An LSE of thousands is too coarse in float32 (near 4e8 it steps by 32). Then the largest logit and the sum of
+    exponentials are computed again and used one after the other.
+    """
+
+    def __init__(self, lse, rows, keys, ids, problem: Problem, geometry: BlockGeometry, tile: int):
+        self.shift, self.total = lse.T.contiguous(), None
+        rounding = self.shift[self.shift != -torch.inf].abs() * torch.finfo(lse.dtype).eps
+        if (rounding > COARSE).any():
+            _, self.shift, self.total = stream(rows, keys, None, ids, problem, geometry, tile)
+
+    def __call__(self, logits, queries, future):
+        """[n, R, keys] in place: probabilities, 0 in the future."""
+        p = logits.sub_(self.shift[queries][..., None]).exp_()
+        if self.total is not None:
+            p.div_(self.total[queries][..., None])
+        return p if future is None else p.masked_fill_(future, 0)
 
 
 def attention_backward(dout, q, k, v, out, lse, block_indices, problem: Problem, geometry: BlockGeometry):
@@ -66,16 +89,15 @@ def attention_backward(dout, q, k, v, out, lse, block_indices, problem: Problem,
     for batch, index_head, heads, kv_head in selections(problem):
         keys, values = k[batch, kv_head].to(kind) * problem.scale, v[batch, kv_head].to(kind).contiguous()
         delta = (out[batch, heads].to(kind) * dout[batch, heads].to(kind)).sum(-1).T.contiguous()
-        row_lse = lse[batch, heads].T.contiguous()
+        ids = ids_of(block_indices, batch, index_head)
         logits_of = TileLogits(token_major(q[batch, heads], kind), keys, tile, longest)
         dweights_of = TileLogits(token_major(dout[batch, heads], kind), values, tile, longest)
+        softmax = Softmax(lse[batch, heads], logits_of.rows, keys, ids, problem, geometry, tile)
         drows = torch.zeros_like(logits_of.rows)
-        ids = ids_of(block_indices, batch, index_head)
-        for start, stop, queries, future in key_major_tiles(ids, geometry, tile):
-            weights = logits_of(start, stop, queries).sub_(row_lse[queries][..., None]).exp_()
+        for start, stop, queries, future in key_major_tiles(ids, geometry, tile, q.device):
+            weights = softmax(logits_of(start, stop, queries), queries, future)
             dlogits = dweights_of(start, stop, queries).sub_(delta[queries][..., None])
             if future is not None:
-                weights.masked_fill_(future, 0)
                 dlogits.masked_fill_(future, 0)
             weights, dlogits = weights.flatten(0, 1), dlogits.mul_(weights).flatten(0, 1)
             dv[batch, kv_head, start:stop].addmm_(weights.T, dweights_of.gathered.flatten(0, 1))

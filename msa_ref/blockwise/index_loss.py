@@ -2,7 +2,7 @@
 
 import torch
 
-from msa_ref.blockwise.attention import ids_of, longest_block, selections, stream
+from msa_ref.blockwise.attention import Softmax, ids_of, longest_block, selections, stream
 from msa_ref.blockwise.tiles import TileLogits, key_major_tiles, queries_per_tile, token_major
 from msa_ref.problem import BlockGeometry, Problem
 
@@ -50,21 +50,20 @@ def _branches(q, k, lse, index_q, index_k, block_indices, problem: Problem, geom
         index_keys = index_k[batch, index_head // problem.index_group].to(kind) * problem.index_scale
         index_rows = index_q[batch, index_head].to(kind).contiguous()[:, None]
         student = TileLogits(index_rows, index_keys, tile, longest_block(problem))
-        _, index_lse = stream(index_rows, index_keys, None, ids, problem, geometry, tile)
-        row_lse = lse[batch, heads].T.contiguous()
-        tiles = _tiles(teacher, row_lse, student, index_lse, key_major_tiles(ids, geometry, tile))
-        yield batch, index_head, index_keys, tiles
+        _, largest, total = stream(index_rows, index_keys, None, ids, problem, geometry, tile)
+        log_softmax = (largest, total.log())
+        softmax = Softmax(lse[batch, heads], teacher.rows, keys, ids, problem, geometry, tile)
+        yield batch, index_head, index_keys, _tiles(teacher, softmax, student, log_softmax, ids, geometry, tile)
 
 
-def _tiles(teacher_logits, row_lse, student_logits, index_lse, tiles):
+def _tiles(teacher_logits, softmax, student_logits, log_softmax, ids, geometry: BlockGeometry, tile: int):
     """Yields (start, stop, queries, future, teacher, student, index rows) of every tile.
 
     teacher: [n, keys], the mean probability over the query heads, 0 in the future; student: [n, keys], the
     log-probability of the index, not masked; index rows: [n, Di], the gathered index queries.
     """
-    for start, stop, queries, future in tiles:
-        teacher = teacher_logits(start, stop, queries).sub_(row_lse[queries][..., None]).exp_()
-        if future is not None:
-            teacher.masked_fill_(future, 0)
-        student = student_logits(start, stop, queries).sub_(index_lse[queries][..., None])[:, 0]
-        yield start, stop, queries, future, teacher.mean(1), student, student_logits.gathered[:, 0]
+    largest, log_total = log_softmax
+    for start, stop, queries, future in key_major_tiles(ids, geometry, tile, largest.device):
+        teacher = softmax(teacher_logits(start, stop, queries), queries, future).mean(1)
+        student = student_logits(start, stop, queries)[:, 0].sub_(largest[queries]).sub_(log_total[queries])
+        yield start, stop, queries, future, teacher, student, student_logits.gathered[:, 0]

@@ -31,18 +31,19 @@ def reverse_index(block_indices: torch.Tensor, geometry: BlockGeometry) -> tuple
     return query[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def key_major_tiles(block_indices: torch.Tensor | None, geometry: BlockGeometry, tile: int):
+def key_major_tiles(block_indices: torch.Tensor | None, geometry: BlockGeometry, tile: int, device=None):
     """Yields (start, stop, queries, future) over key blocks, then over tiles of the queries that chose the block.
 
     Args:
         block_indices: [N, slots], or None for all visible blocks.
         tile: the largest number of queries in a tile.
+        device: where the yielded tensors live; that of block_indices if there are any.
 
     Yields:
         start, stop: the key block's tokens; queries: [n] int64, ascending;
         future: [n, 1, stop - start] bool, True where the key comes after the query; None where it never does.
     """
-    for start, stop, chosen in _chosen_by(block_indices, geometry):
+    for start, stop, chosen in _chosen_by(block_indices, geometry, device):
         keys = torch.arange(start, stop, device=chosen.device)
         own = int((chosen < stop).sum())
         for at in range(0, len(chosen), tile):
@@ -51,11 +52,11 @@ def key_major_tiles(block_indices: torch.Tensor | None, geometry: BlockGeometry,
             yield start, stop, queries, future
 
 
-def _chosen_by(block_indices, geometry):
+def _chosen_by(block_indices, geometry, device):
     if block_indices is None:
         for begin, end, _ in geometry.documents():
             for start in range(begin, end, DENSE_BLOCK):
-                yield start, min(start + DENSE_BLOCK, end), torch.arange(start, end)
+                yield start, min(start + DENSE_BLOCK, end), torch.arange(start, end, device=device)
         return
     queries, offsets = reverse_index(block_indices, geometry)
     bounds, offsets = geometry.block_start.tolist(), offsets.tolist()
