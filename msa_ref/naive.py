@@ -270,7 +270,7 @@ class _Call:
         self.arrays = {name: self._array(tensor) for name, tensor in tensors.items()}
 
     def _array(self, tensor):
-        return tensor.detach().to("cpu", self.problem.accumulator).numpy()
+        return tensor.detach().to("cpu", self.problem.accumulator).contiguous().numpy()
 
     def upstream(self, name, gradient, shape):
         gradient = self._array(torch.as_tensor(_to_tensor(gradient)))

@@ -13,6 +13,7 @@ from cases import (
     every_implementation,
     lists,
     nan_in_new_memory,
+    run_double,
 )
 from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_close, assert_equal, random_inputs, random_like, run
 
@@ -223,12 +224,17 @@ def test_autocast_changes_no_bit(topk, implementation):
 
 @every_implementation
 @every_topk
-def test_equal_keys_with_huge_logits(topk, implementation):
-    inputs = {name: torch.full_like(tensor, 1e4) for name, tensor in random_inputs(0).items()}
-    result = run(implementation, inputs, OPTIONS | {"topk": topk}, torch.full_like(inputs["q"], 0.5))
+@pytest.mark.parametrize("index", [1e4, 0.0])
+def test_equal_keys_with_huge_logits(index, topk, implementation):
+    """All logits are 4e8, where float32 steps by 32: no sum of exponentials can be told from one of them by its lse."""
+    inputs = {name: torch.full_like(tensor, 1e4 if name in ("q", "k", "v") else index)
+              for name, tensor in random_inputs(0).items()}  # fmt: skip
+    dout = random_like(inputs["q"], 1)
+    result = run(implementation, inputs, OPTIONS | {"topk": topk}, dout)
     assert_close(result["out"], torch.full_like(result["out"], 1e4), 1e-6)
     assert_close(result["lse"], torch.full_like(result["lse"], 4e8), 1e-6)
     assert_close(result["kl"], torch.zeros(()), 1e-5)
+    assert_close(result["dv"], run_double(inputs, OPTIONS | {"topk": topk}, dout)["dv"], 1e-5)
     # Each is 0 as a difference of equal numbers, of this size: scale times a key times v · dout, or a probability.
     for size, names in ((0.25e4 * 16 * 0.5e4, ("dq", "dk")), (0.25e4, ("d_index_q", "d_index_k"))):
         assert all(result[name].abs().max() <= 1e-5 * size for name in names)
