@@ -1,4 +1,4 @@
-"""`msa_attention` of every implementation: select, attend, align."""
+"""`msa_attention` of `naive`, `blockwise` and `msa_triton`: select, attend, align."""
 
 from typing import Any, NamedTuple
 

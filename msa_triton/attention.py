@@ -84,7 +84,7 @@ def index_kl_loss(
     block_size: int = 128, scale: float | None = None, index_scale: float | None = None, cu_seqlens=None,
     reduction: str = "mean", backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """KL divergence from the index branch to the head-averaged attention over the selected tokens (SPEC 5; P 3.1).
+    """KL(teacher || student): mean attention of an index head's query heads, against the index branch (SPEC 5).
 
     The teacher (q, k, lse) is taken as a constant: only index_q and index_k get gradients. The values of block_indices
     are checked where `sparse_attention` checks them.

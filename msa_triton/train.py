@@ -31,7 +31,7 @@ from msa_triton.model import SmallLM, SmallLMConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train; both learning rates rise linearly over `ramp` steps, then fall linearly to 0 at the last step.
+    """How to train; both learning rates rise linearly over `ramp` steps, then fall linearly towards 0 after the last.
 
     `batch` is windows of `SmallLMConfig.context` bytes per step; `clip` bounds the gradient norm of the backbone alone,
     so that the index branch cannot change the backbone's updates; `kl_weight` is lambda of P Alg. 1.
@@ -91,7 +91,8 @@ class Trainer:
 
     def _set_learning_rates(self) -> None:
         recipe = self.recipe
-        share = min((self.step + 1) / recipe.ramp, (recipe.steps - self.step) / (recipe.steps - recipe.ramp))
+        fall = (recipe.steps - self.step) / max(recipe.steps - recipe.ramp, 1)
+        share = min((self.step + 1) / recipe.ramp, fall)
         for group in self.optimizer.param_groups:
             group["lr"] = group["rate"] * share
 
@@ -127,22 +128,30 @@ def layer_recall(model: SmallLM, text: Tensor, *, select=None, exclude_own=False
     return recalls
 
 
-def select_last(index_q, index_k, *, topk, block_size, **_) -> Tensor:
+def select_last(index_q, index_k, *, topk, block_size=128, local_blocks=1, init_blocks=0, cu_seqlens=None) -> Tensor:
     """The control that keeps the newest topk blocks, a sliding window; takes the arguments of `select_blocks`."""
-    return _control(last_blocks, *index_q.shape[:3], topk, block_size)
+    return _last_blocks(*index_q.shape[:3], topk, block_size, init_blocks, _hashable(cu_seqlens)).to(index_q.device)
 
 
-def select_random(index_q, index_k, *, topk, block_size, **_) -> Tensor:
-    """The control that keeps the query's own block and random visible ones; takes the arguments of `select_blocks`."""
-    return _control(_seeded_random_blocks, *index_q.shape[:3], topk, block_size)
-
-
-_seeded_random_blocks = functools.partial(random_blocks, seed=0)
+def select_random(index_q, index_k, *, topk, block_size=128, local_blocks=1, init_blocks=0, cu_seqlens=None) -> Tensor:
+    """The control that keeps the forced blocks and random visible ones; takes the arguments of `select_blocks`."""
+    batch, index_heads, tokens = index_q.shape[:3]
+    return random_blocks(
+        tokens, block_size, topk, seed=0, batch=batch, index_heads=index_heads, local_blocks=local_blocks,
+        init_blocks=init_blocks, cu_seqlens=cu_seqlens,
+    ).to(index_q.device)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)
-def _control(blocks, batch, index_heads, tokens, topk, block_size):
-    return blocks(tokens, block_size, topk, batch=batch, index_heads=index_heads)
+def _last_blocks(batch, index_heads, tokens, topk, block_size, init_blocks, cu_seqlens):
+    # Kept, because training with this control asks for the same ids at every layer of every step.
+    return last_blocks(
+        tokens, block_size, topk, batch=batch, index_heads=index_heads, init_blocks=init_blocks, cu_seqlens=cu_seqlens
+    )
+
+
+def _hashable(cu_seqlens):
+    return None if cu_seqlens is None else tuple(torch.as_tensor(cu_seqlens).tolist())
 
 
 def main(arguments=None) -> None:

@@ -68,7 +68,7 @@ def conda_names():
     return environment["channels"], found
 
 
-# Case 74: a conda environment that cannot be solved
+# A conda environment that cannot be solved
 
 
 def test_environment_uses_conda_forge_only():
@@ -83,7 +83,7 @@ def test_environment_and_pyproject_ask_for_the_same_packages():
     assert {name: r.specifier for name, r in found.items()} == {r.name: r.specifier for r in REQUIREMENTS}
 
 
-# Cases 75 and 77: an install that replaces torch, or a triton that contradicts it
+# An install that replaces torch, or a triton that contradicts it
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_versions_reports_the_torch_and_triton_pair():
         assert report["triton"] == triton.__version__
 
 
-# Cases 63, 73 and 76: an import that needs a GPU, Triton or the notebook packages
+# An import that needs a GPU, Triton or the notebook packages
 
 BLOCK = "import sys; sys.modules.update(dict.fromkeys({names}));"
 SMALL_CALL = """
@@ -189,7 +189,7 @@ def test_import_works_without_the_notebook_packages():
     python(BLOCK.format(names=names) + SMALL_CALL + "import msa_ref.naive, msa_ref.dense")
 
 
-# Case 78: private names of Triton, and notebooks that reinstall what a hosted service has
+# Private names of Triton, and notebooks that reinstall what a hosted service has
 
 
 @pytest.mark.parametrize("path", SOURCES + NOTEBOOKS, ids=lambda path: path.name)
@@ -199,7 +199,7 @@ def test_no_private_triton_names_and_no_reinstall(path):
     assert not re.search(r"pip install.*\b(torch|triton)\b", code)
 
 
-# Case 79: kernels whose source cannot be read
+# Kernels whose source cannot be read
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -223,7 +223,7 @@ def test_wheel_holds_every_module_and_nothing_else(source_copy, tmp_path):
     assert shipped == {path.relative_to(ROOT).as_posix() for path in SOURCES}
 
 
-# Case 80: CUDA touched at import
+# CUDA touched at import
 
 
 def test_import_does_not_initialise_cuda_not_even_in_a_forked_child():
@@ -243,7 +243,7 @@ def test_no_argument_defaults_to_a_cuda_device(path):
             assert not [d for d in defaults if "cuda" in ast.unparse(d)], ast.unparse(node)
 
 
-# Case 69: notebooks that only open on their author's machine
+# Notebooks that only open on their author's machine
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

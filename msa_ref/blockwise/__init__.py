@@ -74,7 +74,7 @@ def index_kl_loss(
     q, k, lse, index_q, index_k, block_indices, *, block_size=128, scale=None, index_scale=None, cu_seqlens=None,
     reduction="mean",
 ):  # fmt: skip
-    """KL divergence from the attention of the query heads to the distribution of their index head (SPEC 5).
+    """KL(teacher || student): mean attention of an index head's query heads, against the index branch (SPEC 5).
 
     Args:
         q: [B, H, N, D]; k: [B, Hkv, N, D]; the teacher, which gets no gradient.

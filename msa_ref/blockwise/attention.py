@@ -5,7 +5,7 @@ import torch
 from msa_ref.blockwise.tiles import DENSE_BLOCK, TileLogits, key_major_tiles, queries_per_tile, token_major
 from msa_ref.problem import BlockGeometry, Problem
 
-COARSE = 1e-4
+COARSE = 1e-4  # the largest relative error of a probability that the rounding of its LSE may cause
 
 
 def attention_forward(q, k, v, block_indices, problem: Problem, geometry: BlockGeometry):
@@ -62,15 +62,16 @@ def stream(rows, keys, values, ids, problem: Problem, geometry: BlockGeometry, t
 class Softmax:
     """Turns the logits of a tile into probabilities, given the LSE of every row.
 
-    An LSE of thousands is too coarse in float32 (near 4e8 it steps by 32). Then the largest logit and the sum of
-    exponentials are computed again and used one after the other.
+    An LSE of thousands is too coarse in float32 (near 4e8 it steps by 32). Where there is one, the largest logit and
+    the sum of exponentials are computed again, and in those rows used one after the other.
     """
 
     def __init__(self, lse, rows, keys, ids, problem: Problem, geometry: BlockGeometry, tile: int):
         self.shift, self.total = lse.T.contiguous(), None
-        rounding = self.shift[self.shift != -torch.inf].abs() * torch.finfo(lse.dtype).eps
-        if (rounding > COARSE).any():
-            _, self.shift, self.total = stream(rows, keys, None, ids, problem, geometry, tile)
+        coarse = (self.shift.abs() * torch.finfo(lse.dtype).eps > COARSE) & (self.shift != -torch.inf)
+        if coarse.any():
+            _, largest, total = stream(rows, keys, None, ids, problem, geometry, tile)
+            self.shift, self.total = torch.where(coarse, largest, self.shift), total.where(coarse, 1.0)
 
     def __call__(self, logits, queries, future):
         """[n, R, keys] in place: probabilities, 0 in the future."""
@@ -82,16 +83,16 @@ class Softmax:
 
 def attention_backward(dout, q, k, v, out, lse, block_indices, problem: Problem, geometry: BlockGeometry):
     """(dq, dk, dv) of validated tensors (SPEC 7)."""
-    kind = problem.accumulator
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = k.new_zeros(k.shape, dtype=kind), v.new_zeros(v.shape, dtype=kind)
+    dtype = problem.accumulator
+    dq = q.new_empty(q.shape)
+    dk, dv = k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
     tile, longest = queries_per_tile(problem, block_indices), longest_block(problem)
     for batch, index_head, heads, kv_head in selections(problem):
-        keys, values = k[batch, kv_head].to(kind) * problem.scale, v[batch, kv_head].to(kind).contiguous()
-        delta = (out[batch, heads].to(kind) * dout[batch, heads].to(kind)).sum(-1).T.contiguous()
+        keys, values = k[batch, kv_head].to(dtype) * problem.scale, v[batch, kv_head].to(dtype).contiguous()
+        delta = (out[batch, heads].to(dtype) * dout[batch, heads].to(dtype)).sum(-1).T.contiguous()
         ids = ids_of(block_indices, batch, index_head)
-        logits_of = TileLogits(token_major(q[batch, heads], kind), keys, tile, longest)
-        dweights_of = TileLogits(token_major(dout[batch, heads], kind), values, tile, longest)
+        logits_of = TileLogits(token_major(q[batch, heads], dtype), keys, tile, longest)
+        dweights_of = TileLogits(token_major(dout[batch, heads], dtype), values, tile, longest)
         softmax = Softmax(lse[batch, heads], logits_of.rows, keys, ids, problem, geometry, tile)
         drows = torch.zeros_like(logits_of.rows)
         for start, stop, queries, future in key_major_tiles(ids, geometry, tile, q.device):

@@ -22,8 +22,8 @@ def index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem: Prob
 
 def index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry):
     """(d index_q, d index_k) for the upstream gradient dkl [B, Hidx, N] (SPEC 7)."""
-    dindex_q = torch.empty_like(index_q, memory_format=torch.contiguous_format)
-    dindex_k = torch.zeros_like(index_k, dtype=problem.accumulator)
+    dindex_q = index_q.new_empty(index_q.shape)
+    dindex_k = index_k.new_zeros(index_k.shape, dtype=problem.accumulator)
     branches = _branches(q, k, lse, index_q, index_k, block_indices, problem, geometry)
     for batch, index_head, keys, tiles in branches:
         upstream = dkl[batch, index_head].to(problem.accumulator)
@@ -42,13 +42,13 @@ def index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem
 
 def _branches(q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry):
     """Yields (batch, index head, scaled index keys, its tiles) of every index head."""
-    kind, tile = problem.accumulator, queries_per_tile(problem, block_indices)
+    dtype, tile = problem.accumulator, queries_per_tile(problem, block_indices)
     for batch, index_head, heads, kv_head in selections(problem):
         ids = ids_of(block_indices, batch, index_head)
-        keys = k[batch, kv_head].to(kind) * problem.scale
-        teacher = TileLogits(token_major(q[batch, heads], kind), keys, tile, longest_block(problem))
-        index_keys = index_k[batch, index_head // problem.index_group].to(kind) * problem.index_scale
-        index_rows = index_q[batch, index_head].to(kind).contiguous()[:, None]
+        keys = k[batch, kv_head].to(dtype) * problem.scale
+        teacher = TileLogits(token_major(q[batch, heads], dtype), keys, tile, longest_block(problem))
+        index_keys = index_k[batch, index_head // problem.index_group].to(dtype) * problem.index_scale
+        index_rows = index_q[batch, index_head].to(dtype).contiguous()[:, None]
         student = TileLogits(index_rows, index_keys, tile, longest_block(problem))
         _, largest, total = stream(index_rows, index_keys, None, ids, problem, geometry, tile)
         log_softmax = (largest, total.log())

@@ -64,4 +64,4 @@ def _merge(best, ranks, begin: int, topk: int):
 def _ascending(block, own, first_block: int) -> torch.Tensor:
     unused = torch.iinfo(block.dtype).max
     block = block.masked_fill(block > own, unused).sort(dim=1).values
-    return (block + first_block).masked_fill_(block == unused, -1).int()
+    return torch.where(block == unused, -1, block + first_block).int()

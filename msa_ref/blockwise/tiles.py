@@ -2,7 +2,7 @@
 
 A tile is a few of the queries that chose one key block, times the query heads that share its selection. Its rows are
 gathered from a token-major copy, so that one query's heads are one contiguous piece of memory, and every tile of a
-call has the same number of rows: the arithmetic of a row never depends on which later rows stand beside it.
+call has the same number of rows: what later tokens hold never changes a bit of an earlier row.
 """
 
 import torch
@@ -83,7 +83,12 @@ class TileLogits:
 
     Args:
         rows: [N, R, width] contiguous; keys: [N, width], already multiplied by the scale.
-        tile: queries in a full tile.
+        tile: queries in a full tile. longest: tokens in the longest key block.
+
+    Attributes:
+        gathered: [n, R, width], the rows of the last tile.
+        full: [tile * R, keys], the logits of the last tile and, below its n * R rows, padding; what a call returned is
+            a view of it.
     """
 
     def __init__(self, rows: torch.Tensor, keys: torch.Tensor, tile: int, longest: int):
