@@ -129,8 +129,9 @@ def block_edges(N: int, topk: int = 16, block_size: int = 128) -> int:
 
 def exact_dense_flops(N: int, H: int = 64, D: int = 128, Dv: int | None = None) -> int:
     """FLOPs of dense causal attention counted pair by pair, (2·D + 2·Dv)·H·`causal_pairs`; Dv defaults to D."""
-    _check_sizes(N=N, H=H, D=D, Dv=D if Dv is None else Dv)
-    return 2 * (D + (D if Dv is None else Dv)) * H * causal_pairs(N)
+    Dv = D if Dv is None else Dv
+    _check_sizes(N=N, H=H, D=D, Dv=Dv)
+    return 2 * (D + Dv) * H * causal_pairs(N)
 
 
 def exact_msa_flops(
@@ -141,9 +142,9 @@ def exact_msa_flops(
 
     Eq. 12 counts topk whole blocks for every query, so it is above this count, the more so the shorter the sequence.
     """
-    _check_sizes(N=N, H=H, D=D, Hidx=Hidx, Di=Di, Dv=D if Dv is None else Dv)
-    attend = 2 * (D + (D if Dv is None else Dv)) * H * gathered_pairs(N, topk, block_size)
-    return 2 * Di * Hidx * causal_pairs(N) + attend
+    Dv = D if Dv is None else Dv
+    _check_sizes(N=N, H=H, D=D, Hidx=Hidx, Di=Di, Dv=Dv)
+    return 2 * Di * Hidx * causal_pairs(N) + 2 * (D + Dv) * H * gathered_pairs(N, topk, block_size)
 
 
 def query_outer_traffic(
@@ -181,8 +182,9 @@ def kv_outer_traffic(
 
 def dense_decode_bytes(N: int, Hkv: int = 4, D: int = 128, Dv: int | None = None, bytes_per_element: int = 2) -> int:
     """Cache bytes one layer reads to decode one token after N tokens with dense attention: all keys and values."""
-    _check_sizes(N=N, Hkv=Hkv, D=D, Dv=D if Dv is None else Dv, bytes_per_element=bytes_per_element)
-    return N * Hkv * (D + (D if Dv is None else Dv)) * bytes_per_element
+    Dv = D if Dv is None else Dv
+    _check_sizes(N=N, Hkv=Hkv, D=D, Dv=Dv, bytes_per_element=bytes_per_element)
+    return N * Hkv * (D + Dv) * bytes_per_element
 
 
 def msa_decode_bytes(

@@ -1,6 +1,8 @@
 """MSA in PyTorch with N x N masks and autograd: written for checking.
 
-Memory grows with N squared. Runs on any device. The contract is SPEC 1 to 8.
+Memory grows with N squared. Runs on any device. The contract is SPEC 1 to 8. `msa_attention` does not compose the
+three functions with `msa_ref.compose`, as the other implementations do: attention and the teacher of the loss need the
+same mask and the same softmax, which are the bulk of the work here and are computed once for both.
 """
 
 import itertools
@@ -10,7 +12,8 @@ import torch
 
 from msa_ref.autograd import OnlyOnce
 from msa_ref.compose import MSAOutput
-from msa_ref.problem import BlockGeometry, describe, validate_block_indices
+from msa_ref.problem import BlockGeometry, check_ids_on_cpu, describe
+from msa_ref.selection import best_blocks, listed_blocks
 
 
 @torch.no_grad()
@@ -39,18 +42,7 @@ def select_blocks(index_q, index_k, *, topk, block_size=128, local_blocks=1, ini
     score.masked_fill_(~_visible_tokens(geometry, problem.device), -math.inf)
     parts = score.split(geometry.block_start.diff().tolist(), dim=-1)
     block_score = torch.stack([part.amax(-1) for part in parts], -1)  # [B, Hidx, N, NB]
-
-    block = torch.arange(geometry.blocks, device=problem.device)
-    own = geometry.block_of.to(problem.device)[:, None]
-    first = geometry.first_block.to(problem.device)[:, None]
-    visible = (first <= block) & (block <= own)  # [N, NB]
-    forced = visible & ((block > own - local_blocks) | (block < first + init_blocks))
-    # Of equal scores a stable sort puts the lower id first.
-    order = block_score.masked_fill_(forced, math.inf).argsort(dim=-1, descending=True, stable=True)[..., :topk]
-    beyond = geometry.blocks  # sorts after every id
-    kept = order.masked_fill(~visible.expand_as(block_score).gather(-1, order), beyond).sort(dim=-1).values
-    kept = kept.masked_fill(kept == beyond, -1)
-    return torch.nn.functional.pad(kept, (0, topk - kept.shape[-1]), value=-1).int()
+    return best_blocks(block_score, geometry, topk, local_blocks, init_blocks)
 
 
 def sparse_attention(q, k, v, block_indices, *, block_size=128, scale=None, cu_seqlens=None):
@@ -71,6 +63,7 @@ def sparse_attention(q, k, v, block_indices, *, block_size=128, scale=None, cu_s
     problem = describe(
         q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
     )
+    check_ids_on_cpu(block_indices, block_size, cu_seqlens)
     mask = _Mask(problem, block_indices, cu_seqlens)
 
     def attend(q, k, v):
@@ -87,7 +80,9 @@ def index_kl_loss(
     """KL divergence of the index branch (student) from its query heads' mean attention (teacher), in nats (SPEC 5).
 
     Args:
-        q: [B, H, N, D]. k: [B, Hkv, N, D]. lse: [B, H, N], from `sparse_attention` with the same block_indices.
+        q: [B, H, N, D]. k: [B, Hkv, N, D].
+        lse: [B, H, N], from `sparse_attention` with the same block_indices; its values are not read here, as the
+            softmax of q and k is computed again.
         index_q: [B, Hidx, N, Di]. index_k: [B, Hik, N, Di].
         block_indices: as in `sparse_attention`.
 
@@ -102,6 +97,7 @@ def index_kl_loss(
         q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, block_indices=block_indices, block_size=block_size,
         scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
     )  # fmt: skip
+    check_ids_on_cpu(block_indices, block_size, cu_seqlens)
     mask = _Mask(problem, block_indices, cu_seqlens)
     with torch.no_grad(), _no_autocast(problem.device):
         p_bar = _teacher(problem, mask.softmax(q, k, problem.scale)[0])
@@ -210,14 +206,9 @@ def _selected_tokens(problem, block_indices, cu_seqlens):
     """[B, Hidx, N, N]: I_tok as a mask."""
     geometry = BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
     visible = _visible_tokens(geometry, problem.device)
-    shape = (problem.batch, problem.index_heads, problem.tokens)
     if block_indices is None:
-        return visible.expand(*shape, -1)
-    if not block_indices.is_cuda:
-        validate_block_indices(block_indices, block_size=problem.block_size, cu_seqlens=cu_seqlens)
-    unused = geometry.blocks
-    slots = block_indices.long().masked_fill(block_indices < 0, unused)
-    listed = torch.zeros(*shape, geometry.blocks + 1, dtype=torch.bool, device=problem.device).scatter(-1, slots, True)
+        return visible.expand(problem.batch, problem.index_heads, -1, -1)
+    listed = listed_blocks(block_indices, geometry.blocks)
     return listed[..., geometry.block_of.to(problem.device)] & visible
 
 
@@ -254,4 +245,6 @@ class _FirstOrder(torch.autograd.Function):
                 found = iter(torch.autograd.grad(outputs, wanted, upstream, retain_graph=True, allow_unused=True))
             return tuple(next(found) if tensor.requires_grad else None for tensor in ctx.inputs)
 
+        # `differentiate` does not read the inputs: they are passed so that autograd sees the result depend on them, and
+        # differentiating it raises instead of giving zero.
         return None, *OnlyOnce.apply(differentiate, *gradients, *ctx.saved_tensors)

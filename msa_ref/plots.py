@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from msa_ref import cost
 from msa_ref.problem import BlockGeometry
+from msa_ref.selection import listed_blocks
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -69,7 +70,7 @@ def plot_selection(block_indices, *, block_size=128, cu_seqlens=None, title=None
     heads = heads[None] if heads.ndim == 2 else heads
     tokens = heads.shape[1]
     geometry = BlockGeometry(tokens, block_size, cu_seqlens)
-    visible, own = _visible(geometry)
+    visible, own = geometry.visible_blocks().numpy(), geometry.forced_blocks(local_blocks=1, init_blocks=0).numpy()
     figure, all_axes = _figure(8.0, 4.4 if len(heads) > 1 else 5.0, columns=len(heads))
     kept = np.stack([_kept(ids, geometry.blocks) for ids in heads])
     colours = ListedColormap(["white", LIGHT_GREY, BLUE, ORANGE])
@@ -123,7 +124,7 @@ def plot_block_load(block_indices, *, block_size=128, cu_seqlens=None, title=Non
     geometry = BlockGeometry(len(ids), block_size, cu_seqlens)
     load, blocks = _kept(ids, geometry.blocks).sum(0), np.arange(geometry.blocks)
     figure, axes = _figure(8.0, 3.6)
-    axes.bar(blocks, _visible(geometry)[0].sum(0), width=1.0, color=LIGHT_GREY, label="queries that see it")
+    axes.bar(blocks, geometry.visible_blocks().numpy().sum(0), width=1.0, color=LIGHT_GREY, label="queries that see it")
     axes.bar(blocks, load, width=0.8, color=BLUE, label="queries that keep it")
     axes.axhline(load.mean(), color=VERMILION, linestyle="--", label=f"mean, {load.mean():.0f}")
     axes.legend(loc="upper right")
@@ -333,15 +334,7 @@ def _kept(block_indices, blocks) -> np.ndarray:
     ids = _array("block_indices", block_indices, 2)
     if ids.max() >= blocks:
         raise ValueError(f"block_indices must be below {blocks} blocks, got {ids.max()}; is block_size right?")
-    kept = np.zeros((len(ids), blocks + 1), dtype=bool)
-    np.put_along_axis(kept, np.where(ids < 0, blocks, ids), True, axis=1)
-    return kept[:, :blocks]
-
-
-def _visible(geometry) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks each query sees, and which is its own; both [N, NB]."""
-    block, own = np.arange(geometry.blocks), geometry.block_of.numpy()[:, None]
-    return (block >= geometry.first_block.numpy()[:, None]) & (block <= own), block == own
+    return listed_blocks(torch.from_numpy(ids), blocks).numpy()
 
 
 def _kept_in_colour(figure, axes, image, kept, norm, label):

@@ -67,12 +67,17 @@ class Problem:
 
     @property
     def accumulator(self) -> torch.dtype:
-        """The dtype of sums, scores and LSE: float64 for float64 inputs, else float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """The dtype of sums, scores and LSE."""
+        return accumulator_of(self.dtype)
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, scores and LSE for inputs of a dtype: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class BlockGeometry:
-    """Where the key blocks and documents of a row of tokens lie (all int64 tensors on the CPU).
+    """Where the key blocks and documents of a row of tokens lie (its attributes are int64 tensors on the CPU).
 
     Blocks start afresh at each document's first token and are numbered consecutively over the row, so that the
     visible blocks of token i are exactly `first_block[i] .. block_of[i]`.
@@ -113,6 +118,22 @@ class BlockGeometry:
     @cached_property
     def first_block(self) -> torch.Tensor:
         return self._document_block[:-1].repeat_interleave(self.document_start.diff())
+
+    def visible_blocks(self, device=None) -> torch.Tensor:
+        """[N, NB] bool: query i (row) sees a token of block b (column)."""
+        block, own, first = self._places(device)
+        return (first <= block) & (block <= own)
+
+    def forced_blocks(self, local_blocks: int, init_blocks: int, device=None) -> torch.Tensor:
+        """[N, NB] bool: the visible blocks that are kept whatever they score (SPEC 3)."""
+        block, own, first = self._places(device)
+        forced = (block > own - local_blocks) | (block < first + init_blocks)
+        return forced & self.visible_blocks(device)
+
+    def _places(self, device):
+        """Every block [NB]; the own block and the first block of the document of every query [N, 1]."""
+        places = (torch.arange(self.blocks), self.block_of[:, None], self.first_block[:, None])
+        return tuple(place.to(device) for place in places)
 
     def documents(self):
         """Yields (first token, end token, first block) of each document that holds a token."""
@@ -157,14 +178,10 @@ def describe(
     check_integer("block_size", block_size, 1)
     if kernel and block_size not in KERNEL_BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {KERNEL_BLOCK_SIZES} for the Triton kernels, got {block_size}")
-    check_integer("local_blocks", local_blocks, 0)
-    check_integer("init_blocks", init_blocks, 0)
-    if topk is not None or q is None:
-        check_integer("topk", topk, 1)
-        if topk < local_blocks + init_blocks:
-            raise ValueError(
-                f"topk must be at least local_blocks + init_blocks = {local_blocks} + {init_blocks}, got {topk}"
-            )
+    if topk is None and q is not None:
+        check_forced_blocks(local_blocks, init_blocks)
+    else:
+        check_selection(topk, local_blocks, init_blocks)
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
     check_cu_seqlens(cu_seqlens, batch)
@@ -187,7 +204,8 @@ def validate_block_indices(block_indices: torch.Tensor, *, block_size=128, cu_se
         block_size, cu_seqlens: as in `sparse_attention`.
 
     Raises:
-        ValueError: an id outside -1 .. NB - 1, listed twice in one row, or of a block that starts after its query.
+        TypeError: block_indices that is not an int32 or int64 tensor; block_size or cu_seqlens of a wrong kind or dtype.
+        ValueError: a wrong shape, block_size or cu_seqlens; an id outside -1 .. NB - 1, listed twice in one row, or of a block that starts after its query.
             An earlier document's block is legal and holds no visible token.
     """
     if not isinstance(block_indices, torch.Tensor):
@@ -202,6 +220,12 @@ def validate_block_indices(block_indices: torch.Tensor, *, block_size=128, cu_se
     ordered = ids.sort(dim=-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     _raise_at(repeated, ordered[..., 1:], "listed more than once in its row")
+
+
+def check_ids_on_cpu(block_indices: torch.Tensor | None, block_size: int, cu_seqlens) -> None:
+    """`validate_block_indices` of ids on the CPU; those on a GPU are not read, as that would wait for the device."""
+    if block_indices is not None and block_indices.device.type == "cpu":
+        validate_block_indices(block_indices, block_size=block_size, cu_seqlens=cu_seqlens)
 
 
 def _raise_at(bad: torch.Tensor, ids: torch.Tensor, what: str) -> None:
@@ -263,7 +287,7 @@ def _check_lengths(tensors: dict, lse, block_indices) -> None:
         raise ValueError(f"k and v must share one number of heads Hkv, got {_listed(counts)}")
     if lse is not None:
         q = tensors["q"]
-        expected = torch.float64 if q.dtype == torch.float64 else torch.float32
+        expected = accumulator_of(q.dtype)
         if lse.dtype != expected:
             raise TypeError(f"lse must be {expected} for {q.dtype} inputs, got {lse.dtype}")
         if lse.shape != q.shape[:3]:
@@ -292,6 +316,21 @@ def check_integer(name: str, value, minimum: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_selection(topk, local_blocks, init_blocks) -> None:
+    """The options of a selection: topk blocks, of which local_blocks + init_blocks are forced (SPEC 3)."""
+    check_forced_blocks(local_blocks, init_blocks)
+    check_integer("topk", topk, 1)
+    if topk < local_blocks + init_blocks:
+        raise ValueError(
+            f"topk must be at least local_blocks + init_blocks = {local_blocks} + {init_blocks}, got {topk}"
+        )
+
+
+def check_forced_blocks(local_blocks, init_blocks) -> None:
+    check_integer("local_blocks", local_blocks, 0)
+    check_integer("init_blocks", init_blocks, 0)
 
 
 def _check_scale(name: str, value, width: int) -> float:

@@ -22,11 +22,14 @@ import torch.nn.functional as F
 from msa_ref.problem import (
     BlockGeometry,
     check_cu_seqlens,
+    check_forced_blocks,
     check_integer,
     check_multiple,
+    check_selection,
     describe,
     validate_block_indices,
 )
+from msa_ref.selection import best_blocks, listed_blocks
 
 
 @torch.no_grad()
@@ -61,7 +64,8 @@ def teacher_block_mass(
         for first in range(start, end, chunk):
             last = min(first + chunk, end)
             rows = q[:, :, first:last].reshape(problem.batch, problem.kv_heads, -1, problem.width)
-            logits = rows @ k[:, :, start:last].transpose(-1, -2)  # [B, Hkv, G * queries, keys]
+            with torch.autocast(q.device.type, enabled=False):
+                logits = rows @ k[:, :, start:last].transpose(-1, -2)  # [B, Hkv, G * queries, keys]
             logits = logits.view(problem.batch, index_heads, -1, last - first, last - start)
             future = torch.ones_like(logits[0, 0, 0], dtype=torch.bool).triu(first - start + 1)
             teacher = logits.masked_fill_(future, -torch.inf).softmax(dim=-1).mean(dim=2)
@@ -117,9 +121,10 @@ def score_recall(
         TypeError, ValueError: ids out of range, repeated or in the future; shapes that differ; a wrong reduction.
     """
     rows = _Rows(block_indices, block_size, cu_seqlens, mass)
+    check_forced_blocks(local_blocks, init_blocks)
     counted = rows.visible & ~rows.own if exclude_own else rows.visible
     selected = rows.selected & counted
-    forced = selected & _forced(rows.geometry, local_blocks, init_blocks, mass.device)
+    forced = selected & rows.geometry.forced_blocks(local_blocks, init_blocks, mass.device)
     mass = mass.double().masked_fill(~counted, 0)
     held = (mass * selected).sum(dim=-1)
     best = mass.gather(-1, mass.masked_fill(forced, 2.0).argsort(dim=-1, descending=True)).cumsum(dim=-1)
@@ -218,11 +223,9 @@ class _Rows:
         if mass is not None:
             _check_rows("mass", mass, "block_indices", block_indices)
         self.geometry = geometry = BlockGeometry(block_indices.shape[2], block_size, cu_seqlens)
-        ids, blocks = block_indices.long(), geometry.blocks
-        selected = torch.zeros(*ids.shape[:3], blocks + 1, dtype=torch.bool, device=ids.device)
-        self.visible = _visible(geometry).to(ids.device)
-        self.selected = selected.scatter_(-1, ids.masked_fill(ids < 0, blocks), True)[..., :blocks] & self.visible
-        self.own = (torch.arange(blocks) == geometry.block_of[:, None]).to(ids.device)
+        self.visible = geometry.visible_blocks(block_indices.device)
+        self.own = geometry.forced_blocks(local_blocks=1, init_blocks=0, device=block_indices.device)
+        self.selected = listed_blocks(block_indices, geometry.blocks) & self.visible
         self.choice = self.visible.sum(dim=-1) > block_indices.shape[3]
 
     def reduce(self, values: torch.Tensor, all_rows: bool, reduction: str) -> torch.Tensor:
@@ -258,27 +261,6 @@ def _check_rows(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
         )
 
 
-def _visible(geometry: BlockGeometry) -> torch.Tensor:
-    block = torch.arange(geometry.blocks)
-    return (block >= geometry.first_block[:, None]) & (block <= geometry.block_of[:, None])
-
-
-def _forced(geometry: BlockGeometry, local_blocks: int, init_blocks: int, device) -> torch.Tensor:
-    check_integer("local_blocks", local_blocks, 0)
-    check_integer("init_blocks", init_blocks, 0)
-    block = torch.arange(geometry.blocks)
-    newest = block > geometry.block_of[:, None] - local_blocks
-    oldest = block < geometry.first_block[:, None] + init_blocks
-    return ((newest | oldest) & _visible(geometry)).to(device)
-
-
-def _choose(scores, geometry: BlockGeometry, topk: int, local_blocks: int, init_blocks: int) -> torch.Tensor:
-    """SPEC 3 for given block scores [B, Hidx, N, NB]."""
-    forced = _forced(geometry, local_blocks, init_blocks, scores.device)
-    check_integer("topk", topk, max(1, local_blocks + init_blocks))
-    visible = _visible(geometry).to(scores.device)
-    ranked = scores.masked_fill(~visible, -torch.inf).masked_fill(forced, torch.inf)
-    kept = ranked.argsort(dim=-1, descending=True, stable=True)[..., :topk]
-    kept = kept.masked_fill(~visible.expand_as(scores).gather(-1, kept), geometry.blocks).sort(dim=-1).values
-    kept = kept.masked_fill(kept == geometry.blocks, -1)
-    return F.pad(kept, (0, topk - kept.shape[-1]), value=-1).int()
+def _choose(score, geometry: BlockGeometry, topk: int, local_blocks: int, init_blocks: int) -> torch.Tensor:
+    check_selection(topk, local_blocks, init_blocks)
+    return best_blocks(score, geometry, topk, local_blocks, init_blocks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from msa_ref import dense
-from msa_ref.problem import BlockGeometry, describe
+from msa_ref.problem import BlockGeometry, check_cu_seqlens, check_integer, describe
 from msa_triton import attention
 
 MODES = ("dense", "warm-up", "sparse")
@@ -47,6 +47,8 @@ class MSAttention(nn.Module):
         rotary_width: int | None = None, rope_theta: float = 10000.0, bias: bool = False, backend: str = "auto",
     ):  # fmt: skip
         super().__init__()
+        for name, count in (("hidden_size", hidden_size), ("heads", heads), ("kv_heads", kv_heads)):
+            check_integer(name, count, 1)
         head_width = hidden_size // heads if head_width is None else head_width
         value_width = head_width if value_width is None else value_width
         index_heads = kv_heads if index_heads is None else index_heads
@@ -133,22 +135,22 @@ class MSAttention(nn.Module):
         )
 
     def _attend(self, q, k, v, index_q, index_k, mode, document, cu_seqlens, select):
-        scales = dict(scale=self.scale, index_scale=self.index_scale)
-        module, place = attention, dict(cu_seqlens=cu_seqlens, backend=self.backend)
+        module, options = attention, dict(cu_seqlens=cu_seqlens, backend=self.backend)
         if self.backend == "dense":
-            module, place = dense, dict(cu_seqlens=cu_seqlens)
+            module, options = dense, dict(cu_seqlens=cu_seqlens)
+        scales = dict(scale=self.scale, index_scale=self.index_scale)
         blocks = self.blocks if mode == "sparse" else {**self.blocks, "topk": None}
         if mode == "warm-up" and self.backend == "dense":
-            # The same bits as in mode "dense": warming up the index changes nothing else.
+            # The output has the same bits as in mode "dense": warming up the index changes nothing else.
             teacher = (tensor.detach() for tensor in (q, k, v))
-            kl_loss = dense.msa_attention(*teacher, index_q, index_k, **blocks, **scales, **place).kl_loss
+            kl_loss = dense.msa_attention(*teacher, index_q, index_k, **blocks, **scales, **options).kl_loss
             return self._plain(q, k, v, document), kl_loss
         if mode == "warm-up" or select is None:
-            return module.msa_attention(q, k, v, index_q, index_k, **blocks, **scales, **place)[:2]
+            return module.msa_attention(q, k, v, index_q, index_k, **blocks, **scales, **options)[:2]
         ids = select(index_q, index_k, **blocks, cu_seqlens=cu_seqlens)
-        place["block_size"] = self.blocks["block_size"]
-        out, lse = module.sparse_attention(q, k, v, ids, scale=self.scale, **place)
-        return out, module.index_kl_loss(q, k, lse, index_q, index_k, ids, **scales, **place)
+        options["block_size"] = self.blocks["block_size"]
+        out, lse = module.sparse_attention(q, k, v, ids, scale=self.scale, **options)
+        return out, module.index_kl_loss(q, k, lse, index_q, index_k, ids, **scales, **options)
 
 
 def rotate(rows: Tensor, position: Tensor, width: int | None = None, theta: float = 10000.0) -> Tensor:
@@ -174,7 +176,7 @@ def _places(hidden: Tensor, cu_seqlens) -> tuple[Tensor | None, Tensor]:
     token = torch.arange(hidden.shape[1], device=hidden.device)
     if cu_seqlens is None:
         return None, token
-    describe(q=hidden[:, None], cu_seqlens=cu_seqlens)
+    check_cu_seqlens(cu_seqlens, hidden.shape[0])
     if not torch.compiler.is_compiling():
         BlockGeometry(hidden.shape[1], 1, cu_seqlens)
     offsets = torch.as_tensor(cu_seqlens, device=hidden.device).long()

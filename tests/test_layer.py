@@ -214,6 +214,8 @@ def test_rope_theta():
     ({"rotary_width": 3}, ValueError, "rotary_width must be even and within 0 .. 4, got 3"),
     ({"rotary_width": 6}, ValueError, "within 0 .. 4, got 6"), ({"index_width": 5}, ValueError, "even"),
     ({"value_width": 0}, ValueError, "v must not be empty"),
+    ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+    ({"heads": 2.0}, TypeError, "heads must be an int, got float 2.0"),
 ])  # fmt: skip
 def test_sizes_are_checked_when_the_layer_is_made(options, error, message):
     with pytest.raises(error, match=message):
