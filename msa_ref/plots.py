@@ -334,7 +334,7 @@ def _kept(block_indices, blocks) -> np.ndarray:
     ids = _array("block_indices", block_indices, 2)
     if ids.max() >= blocks:
         raise ValueError(f"block_indices must be below {blocks} blocks, got {ids.max()}; is block_size right?")
-    return listed_blocks(torch.from_numpy(ids), blocks).numpy()
+    return listed_blocks(torch.from_numpy(ids.copy()), blocks).numpy()
 
 
 def _kept_in_colour(figure, axes, image, kept, norm, label):

@@ -204,9 +204,9 @@ def validate_block_indices(block_indices: torch.Tensor, *, block_size=128, cu_se
         block_size, cu_seqlens: as in `sparse_attention`.
 
     Raises:
-        TypeError: block_indices that is not an int32 or int64 tensor; block_size or cu_seqlens of a wrong kind or dtype.
-        ValueError: a wrong shape, block_size or cu_seqlens; an id outside -1 .. NB - 1, listed twice in one row, or of a block that starts after its query.
-            An earlier document's block is legal and holds no visible token.
+        TypeError: block_indices that is no int32 or int64 tensor; block_size or cu_seqlens of a wrong kind or dtype.
+        ValueError: a wrong shape, block_size or cu_seqlens; an id outside -1 .. NB - 1, listed twice in one row, or of
+            a block that starts after its query. An earlier document's block is legal and holds no visible token.
     """
     if not isinstance(block_indices, torch.Tensor):
         raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")

@@ -60,18 +60,18 @@ def teacher_block_mass(
     geometry = BlockGeometry(problem.tokens, block_size, cu_seqlens)
     q, k = q.to(problem.accumulator) * problem.scale, k.to(problem.accumulator)
     mass = q.new_zeros(problem.batch, index_heads, problem.tokens, geometry.blocks)
-    for start, end, block in geometry.documents():
-        for first in range(start, end, chunk):
-            last = min(first + chunk, end)
-            rows = q[:, :, first:last].reshape(problem.batch, problem.kv_heads, -1, problem.width)
-            with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False):
+        for start, end, block in geometry.documents():
+            for first in range(start, end, chunk):
+                last = min(first + chunk, end)
+                rows = q[:, :, first:last].reshape(problem.batch, problem.kv_heads, -1, problem.width)
                 logits = rows @ k[:, :, start:last].transpose(-1, -2)  # [B, Hkv, G * queries, keys]
-            logits = logits.view(problem.batch, index_heads, -1, last - first, last - start)
-            future = torch.ones_like(logits[0, 0, 0], dtype=torch.bool).triu(first - start + 1)
-            teacher = logits.masked_fill_(future, -torch.inf).softmax(dim=-1).mean(dim=2)
-            padded = F.pad(teacher, (0, -(last - start) % block_size))
-            blocks = padded.unflatten(-1, (-1, block_size)).sum(dim=-1)
-            mass[:, :, first:last, block : block + blocks.shape[-1]] = blocks
+                logits = logits.view(problem.batch, index_heads, -1, last - first, last - start)
+                future = torch.ones_like(logits[0, 0, 0], dtype=torch.bool).triu(first - start + 1)
+                teacher = logits.masked_fill_(future, -torch.inf).softmax(dim=-1).mean(dim=2)
+                padded = F.pad(teacher, (0, -(last - start) % block_size))
+                blocks = padded.unflatten(-1, (-1, block_size)).sum(dim=-1)
+                mass[:, :, first:last, block : block + blocks.shape[-1]] = blocks
     return mass
 
 

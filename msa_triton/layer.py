@@ -83,10 +83,13 @@ class MSAttention(nn.Module):
             (output [B, N, hidden_size], kl_loss: a scalar in nats, 0 in mode "dense").
 
         Raises:
-            ValueError: an unknown mode; bad cu_seqlens.
+            ValueError: an unknown mode; a hidden state of another width; bad cu_seqlens.
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+        if hidden.ndim != 3 or hidden.shape[2] != self.q.in_features:
+            expected = f"[B, N, {self.q.in_features}]"
+            raise ValueError(f"hidden must have shape {expected}, got {tuple(hidden.shape)}")
         document, position = _places(hidden, cu_seqlens)
         q, k, v = self._heads(("q", "k", "v"), hidden, position)
         if mode == "dense":

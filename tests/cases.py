@@ -16,6 +16,7 @@ HEADS = [(6, 2, 2, 1), (6, 2, 6, 2), (4, 1, 1, 1), (4, 2, 4, 4)]
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_autograd = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"])
+every_topk = pytest.mark.parametrize("topk", [2, None])
 every_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
 
 

@@ -40,17 +40,6 @@ def random_like(tensor, seed, dtype=None) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(dtype or tensor.dtype)
 
 
-def toy_tensor(shape, seed) -> torch.Tensor:
-    """The tensors of SPEC 10: flat element t = sin(1.7 t + seed) + cos(0.37 t² + 2.3 seed), float64, batch 1."""
-    t = torch.arange(math.prod(shape), dtype=torch.float64)
-    return (torch.sin(1.7 * t + seed) + torch.cos(0.37 * t * t + 2.3 * seed)).reshape(1, *shape)
-
-
-def toy_inputs() -> dict[str, torch.Tensor]:
-    heads = {"q": 4, "k": 2, "v": 2, "index_q": 2, "index_k": 1}
-    return {name: toy_tensor((heads[name], 12, 8), seed) for seed, name in enumerate(INPUTS, start=1)}
-
-
 def run(implementation, inputs, options, dout=None, dkl=None, block_indices=None) -> dict[str, torch.Tensor]:
     """Selects, attends, aligns, and differentiates with the upstream gradients dout and dkl.
 

@@ -8,6 +8,7 @@ import torch
 
 import msa_triton
 from msa_ref import blockwise
+from msa_ref.inputs import toy_problem
 from msa_triton import attention, index_kl_loss, msa_attention, select_blocks, sparse_attention
 
 BLOCKS = {"topk": 2, "block_size": 16}
@@ -58,8 +59,8 @@ def test_loss_per_row():
 
 
 def test_toy_numbers():
-    inputs = compare.toy_inputs()
-    result = compare.run(msa_triton, inputs, {"topk": 3, "block_size": 2}, compare.toy_tensor((4, 12, 8), 6))
+    toy = toy_problem()
+    result = compare.run(msa_triton, toy, {"topk": 3, "block_size": 2}, toy["dout"])
     expected = {
         "kl": 0.4113174924, "out": 211.1436374, "dq": 112.2923102, "dk": 120.7873174, "dv": 180.8853427,
         "d_index_q": 0.8876537102, "d_index_k": 0.8659704580,

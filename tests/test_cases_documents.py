@@ -1,63 +1,20 @@
 """Documents packed in one row, and rows stacked in a batch: each as if it were alone."""
 
-import pytest
 import torch
 from cases import (
     BLOCK,
     OPTIONS,
-    RESULTS,
     TOKENS,
     assert_equal_runs,
     every_autograd,
-    every_heads,
     every_implementation,
-    named_heads,
-    run_double,
+    every_topk,
 )
 from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_close, assert_equal, random_inputs, random_like, run
-
-every_topk = pytest.mark.parametrize("topk", [2, None])
 
 
 def upstream(inputs):
     return random_like(inputs["q"][..., :1].expand_as(inputs["q"]), 1), random_like(inputs["index_q"][..., 0], 2)
-
-
-def separately(implementation, inputs, options, offsets, dout, dkl):
-    """Every document in a call of its own, put together; ids are shifted to the numbering of the row."""
-    parts, first_block = [], 0
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
-        if start == stop:
-            continue
-        rows = slice(start, stop)
-        part = run(implementation, {name: tensor[:, :, rows] for name, tensor in inputs.items()}, options,
-                   dout[:, :, rows], dkl[:, :, rows])  # fmt: skip
-        if part["ids"] is not None:
-            part["ids"] = part["ids"].where(part["ids"] < 0, part["ids"] + first_block)
-        first_block += -(-(stop - start) // BLOCK)
-        parts.append(part)
-    return {name: parts[0][name] if parts[0][name] is None else torch.cat([part[name] for part in parts], 2)
-            for name in RESULTS}  # fmt: skip
-
-
-@every_implementation
-@every_topk
-@pytest.mark.parametrize(
-    "offsets",
-    [[0, 10, 37, TOKENS], [0, 1, 2, 3, TOKENS], [0, TOKENS - 3, TOKENS - 2, TOKENS - 1, TOKENS],
-     [0, 0, 5, 5, 5, TOKENS, TOKENS], [0, BLOCK, 2 * BLOCK, 4 * BLOCK, TOKENS], [0, 60, TOKENS]],
-    ids=["cuts inside blocks", "short first", "short last", "empty", "cuts between blocks", "long first"],
-)  # fmt: skip
-def test_packed_documents_equal_separate_calls(offsets, topk, implementation):
-    inputs, options = random_inputs(0, B=1), OPTIONS | {"topk": topk, "reduction": "none"}
-    dout, dkl = upstream(inputs)
-    packed = run(implementation, inputs, options | {"cu_seqlens": offsets}, dout, dkl)
-    alone = separately(implementation, inputs, options, offsets, dout, dkl)
-    assert_equal(packed["ids"], alone["ids"], implementation)
-    for name in ("out", "lse", "kl", *GRADIENTS):
-        assert_close(packed[name], alone[name], 1e-6, f"{implementation} {name}")
-    double = run_double(inputs, options | {"cu_seqlens": offsets}, dout, dkl)
-    assert_close(packed["out"], double["out"], 1e-5, implementation)
 
 
 @every_implementation
@@ -68,23 +25,6 @@ def test_the_first_token_of_a_document_sees_only_itself(topk, implementation):
     result = run(implementation, inputs, options)
     for row in (0, BLOCK):
         assert_equal(result["out"][:, :, row], inputs["v"][:, :, row], implementation)
-
-
-@every_implementation
-@every_topk
-@every_heads
-def test_changing_one_document_changes_no_bit_of_another(heads, topk, implementation):
-    inputs = random_inputs(0, B=1, **named_heads(heads))
-    options = OPTIONS | {"topk": topk, "cu_seqlens": [0, 25, 60, TOKENS], "reduction": "none"}
-    dout, dkl = upstream(inputs)
-    before = run(implementation, inputs, options, dout, dkl)
-    changed = {name: tensor.clone() for name, tensor in inputs.items()}
-    for seed, tensor in enumerate(changed.values()):
-        tensor[:, :, 25:60] += 10 * random_like(tensor[:, :, 25:60], seed)
-    after = run(implementation, changed, options, dout, dkl)
-    for rows in (slice(0, 25), slice(60, None)):
-        assert_equal_runs(after, before, implementation, tokens=rows)
-    assert (after["out"][:, :, 25:60] != before["out"][:, :, 25:60]).all()
 
 
 @every_implementation

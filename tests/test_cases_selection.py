@@ -8,13 +8,11 @@ from cases import (
     RESULTS,
     TOKENS,
     assert_equal_runs,
-    every_heads,
     every_implementation,
     named_heads,
     run_double,
 )
 from compare import (
-    GRADIENTS,
     IMPLEMENTATIONS,
     assert_close,
     assert_equal,
@@ -89,58 +87,6 @@ def test_query_heads_read_their_own_kv_head_and_their_own_selection(heads, imple
     assert_equal(result["ids"][0, :, -1], torch.stack([preferred, torch.full_like(preferred, BLOCKS - 1)], -1))
     reads = 1000.0 * (torch.arange(query_heads) // (query_heads // kv_heads))[:, None]
     assert_close(result["out"][..., 0], attended_positions(result["ids"], query_heads) + reads, 1e-6)
-
-
-@every_implementation
-@every_heads
-@pytest.mark.parametrize("topk, last", [(2, 0), (2, BLOCK - 2), (2, BLOCK), (2, TOKENS - 2), (3, 40), (None, 40)])
-def test_later_tokens_change_no_bit_of_earlier_rows(topk, last, heads, implementation):
-    options = OPTIONS | {"topk": topk, "reduction": "none"}
-    inputs, changed = (random_inputs(seed, B=1, **named_heads(heads)) for seed in (0, 1))
-    for name in inputs:
-        changed[name] *= 3
-        changed[name][:, :, : last + 1] = inputs[name][:, :, : last + 1]
-    before, after = (run(implementation, tensors, options) for tensors in (inputs, changed))
-    assert_equal_runs(after, before, implementation, ("out", "lse", "kl", "ids"), slice(0, last + 1))
-    assert not torch.equal(after["out"][:, :, last + 1 :], before["out"][:, :, last + 1 :])
-
-
-def causal_attention(q, k, v, mask=None):
-    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-
-
-def assert_attends_like(result, inputs, dout, mask, rows=slice(None)):
-    leaves = [inputs[name].double().requires_grad_() for name in ("q", "k", "v")]
-    out = causal_attention(*leaves, mask)
-    assert_close(result["out"][:, :, rows], out[:, :, rows], 1e-5)
-    if rows == slice(None):
-        for name, gradient in zip(GRADIENTS, torch.autograd.grad(out, leaves, dout.double()), strict=False):
-            assert_close(result[name], gradient, 1e-4, name)
-
-
-@every_implementation
-@pytest.mark.parametrize("topk", [BLOCKS, BLOCKS + 1, 10 * BLOCKS, None, 3])
-def test_more_blocks_than_there_are_is_dense_causal_attention(topk, implementation):
-    inputs = random_inputs(0)
-    dout = random_like(inputs["q"], 1)
-    result = run(implementation, inputs, OPTIONS | {"topk": topk}, dout)
-    full = topk is None or topk >= BLOCKS
-    assert_attends_like(result, inputs, dout, None, slice(None) if full else slice(0, topk * BLOCK))
-    if topk is not None:
-        visible = torch.arange(topk).where(torch.arange(topk) <= OWN[:, None], -1)
-        rows = slice(None) if full else slice(0, topk * BLOCK)
-        assert_equal(result["ids"][:, :, rows], visible[rows].expand(2, 2, -1, -1))
-
-
-@every_implementation
-def test_one_block_is_block_diagonal_causal_attention(implementation):
-    inputs = random_inputs(0)
-    dout = random_like(inputs["q"], 1)
-    result = run(implementation, inputs, OPTIONS | {"topk": 1}, dout)
-    mask = (OWN == OWN[:, None]).tril()
-    assert_attends_like(result, inputs, dout, mask)
-    assert_equal(result["ids"], OWN[:, None].expand(2, 2, -1, 1))
 
 
 @every_implementation

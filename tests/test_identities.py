@@ -4,23 +4,22 @@ import functools
 
 import pytest
 import torch
+from cases import assert_equal_runs, every_heads, every_implementation, every_topk, named_heads
 from compare import (
     GRADIENTS,
     IMPLEMENTATIONS,
-    INPUTS,
     assert_close,
     assert_equal,
     random_inputs,
     random_like,
     run,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msa_ref import blockwise, naive
 from msa_ref.problem import BlockGeometry
 
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 few = functools.partial(settings, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 2**16)
 block_sizes = st.integers(1, 6)
@@ -48,6 +47,12 @@ def assert_attends_like(result, inputs, dout, mask=None, label=""):
     gradients = torch.autograd.grad(out, leaves, dout)
     for name, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
         assert_close(result[name], expected, 1e-12, f"{label} {name}")
+
+
+def all_visible(tokens, block_size, topk):
+    """[N, topk] ids of all blocks of an unpacked row up to each query's own."""
+    block = torch.arange(topk)
+    return block.where(block <= torch.arange(tokens)[:, None] // block_size, -1)
 
 
 @every_implementation
@@ -83,6 +88,8 @@ def test_2_enough_blocks_equal_dense_causal_attention(implementation, seed, toke
     for topk in (blocks + more, None):
         result = run(implementation, inputs, {"topk": topk, "block_size": block_size}, dout)
         assert_attends_like(result, inputs, dout, label=f"topk {topk}")
+        if topk is not None:
+            assert_equal(result["ids"], all_visible(tokens, block_size, topk).expand(2, 2, -1, -1), f"topk {topk}")
 
 
 @every_implementation
@@ -94,6 +101,8 @@ def test_2_rows_before_the_selection_is_full_are_dense_too(implementation, seed,
     result = run(implementation, inputs, {"topk": topk, "block_size": block_size})
     expected = causal_attention(inputs["q"], inputs["k"], inputs["v"])
     assert_close(result["out"][:, :, :dense_rows], expected[:, :, :dense_rows], 1e-12, "out")
+    ids = all_visible(dense_rows, block_size, topk)
+    assert_equal(result["ids"][:, :, :dense_rows], ids.expand(2, 2, -1, -1), "ids")
 
 
 @every_implementation
@@ -106,11 +115,12 @@ def test_3_one_block_is_block_diagonal_attention(implementation, seed, tokens, b
     mask = (block == block[:, None]).tril()
     result = run(implementation, inputs, {"topk": 1, "block_size": block_size}, dout)
     assert_attends_like(result, inputs, dout, mask)
+    assert_equal(result["ids"], block[:, None].expand(2, 2, -1, 1), "ids")
 
 
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("topk", [2, None])
+@every_topk
 def test_4_a_student_equal_to_its_teacher_has_no_loss(topk, dtype, implementation):
     inputs = random_inputs(0, N=77, H=6, Hkv=2, Hidx=6, Hik=2, dtype=dtype)
     inputs["index_q"], inputs["index_k"] = inputs["q"], inputs["k"]
@@ -154,25 +164,28 @@ def test_6_a_constant_added_to_all_keys_changes_nothing(implementation, seed, bl
 
 
 @every_implementation
-@pytest.mark.parametrize("topk", [2, None])
-@pytest.mark.parametrize("last", [0, 14, 16, 75])
-def test_7_later_tokens_never_change_earlier_rows(last, topk, implementation):
-    inputs = random_inputs(1, N=77, H=6, Hkv=2, Hidx=2, Hik=1, Dv=8)
-    others = random_inputs(2, N=77, H=6, Hkv=2, Hidx=2, Hik=1, Dv=8)
-    changed = {
-        name: torch.cat([inputs[name][:, :, : last + 1], others[name][:, :, last + 1 :] * 5], 2) for name in INPUTS
-    }
+@every_heads
+@pytest.mark.parametrize("topk, last", [(2, 0), (2, 14), (2, 16), (2, 75), (3, 40), (None, 0), (None, 16), (None, 40)])
+def test_7_later_tokens_never_change_earlier_rows(topk, last, heads, implementation):
     options = {"topk": topk, "block_size": 16, "reduction": "none"}
-    before, after = run(implementation, inputs, options), run(implementation, changed, options)
-    for name in ("out", "lse", "kl", "ids"):
-        if before[name] is not None:
-            assert_equal(after[name][:, :, : last + 1], before[name][:, :, : last + 1], name)
-            assert not torch.equal(after[name], before[name])
+    inputs, changed = (random_inputs(seed, B=1, N=77, Dv=8, **named_heads(heads)) for seed in (0, 1))
+    for name in inputs:
+        changed[name] *= 5
+        changed[name][:, :, : last + 1] = inputs[name][:, :, : last + 1]
+    before, after = (run(implementation, tensors, options) for tensors in (inputs, changed))
+    assert_equal_runs(after, before, implementation, ("out", "lse", "kl", "ids"), slice(0, last + 1))
+    assert not any(torch.equal(after[name], before[name]) for name in ("out", "lse", "kl"))
 
 
 @every_implementation
 @few(max_examples=8)
 @given(seed=seeds, block_size=block_sizes, topk=st.one_of(topks, st.none()), cu_seqlens=documents())
+@example(seed=0, block_size=16, topk=2, cu_seqlens=[0, 10, 37, 77])
+@example(seed=0, block_size=16, topk=2, cu_seqlens=[0, 1, 2, 3, 77])
+@example(seed=0, block_size=16, topk=2, cu_seqlens=[0, 74, 75, 76, 77])
+@example(seed=0, block_size=16, topk=2, cu_seqlens=[0, 0, 5, 5, 5, 77, 77])
+@example(seed=0, block_size=16, topk=2, cu_seqlens=[0, 16, 32, 64, 77])
+@example(seed=0, block_size=16, topk=None, cu_seqlens=[0, 60, 77])
 def test_8_packed_documents_equal_separate_calls(implementation, seed, block_size, topk, cu_seqlens):
     inputs = random_inputs(seed, B=1, N=cu_seqlens[-1], H=4, Hkv=1, Hidx=2, D=4, Dv=3, Di=4, dtype=torch.float64)
     dout, dkl = random_like(inputs["q"][..., :3], seed), random_like(inputs["index_q"][..., 0], seed + 1)
@@ -193,20 +206,24 @@ def test_8_packed_documents_equal_separate_calls(implementation, seed, block_siz
 
 
 @every_implementation
-@pytest.mark.parametrize("topk", [2, None])
-def test_8_changing_one_document_changes_no_other(topk, implementation):
-    inputs = random_inputs(1, B=1, N=60, Dv=8)
-    others = random_inputs(2, B=1, N=60, Dv=8)
-    keep = torch.ones(60, dtype=torch.bool)
-    keep[21:43] = False
-    changed = {name: torch.where(keep[:, None], inputs[name], others[name] * 5) for name in INPUTS}
-    options = {"topk": topk, "block_size": 8, "cu_seqlens": [0, 21, 43, 60], "reduction": "none"}
-    before, after = run(implementation, inputs, options), run(implementation, changed, options)
-    for name in ("out", "lse", "kl", *GRADIENTS):
-        assert_equal(after[name][:, :, keep], before[name][:, :, keep], name)
-        assert not torch.equal(after[name], before[name])
-    if topk is not None:
-        assert_equal(after["ids"][:, :, keep], before["ids"][:, :, keep], "ids")
+@every_topk
+@every_heads
+def test_8_changing_one_document_changes_no_other(heads, topk, implementation):
+    inputs = random_inputs(0, B=1, N=77, **named_heads(heads))
+    options = {"topk": topk, "block_size": 16, "cu_seqlens": [0, 25, 60, 77], "reduction": "none"}
+    dout, dkl = random_like(inputs["q"], 1), random_like(inputs["index_q"][..., 0], 2)
+    before = run(implementation, inputs, options, dout, dkl)
+    added = {name: tensor.clone() for name, tensor in inputs.items()}
+    for seed, tensor in enumerate(added.values()):
+        tensor[:, :, 25:60] += 10 * random_like(tensor[:, :, 25:60], seed)
+    scaled = {name: tensor.clone() for name, tensor in inputs.items()}
+    for tensor in scaled.values():
+        tensor[:, :, 25:60] *= 100  # logits of 10 000 times the size, which may take another path
+    for changed, label in ((added, "added to"), (scaled, "scaled")):
+        after = run(implementation, changed, options, dout, dkl)
+        for rows in (slice(0, 25), slice(60, None)):
+            assert_equal_runs(after, before, f"{implementation}, {label}:", tokens=rows)
+        assert (after["out"][:, :, 25:60] != before["out"][:, :, 25:60]).all()
 
 
 @every_implementation

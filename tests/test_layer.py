@@ -229,6 +229,8 @@ def test_bad_calls_are_refused():
     for mode in MODES:
         with pytest.raises(ValueError, match="cu_seqlens must end at N=40, got 39"):
             module(hidden, mode=mode, cu_seqlens=[0, 39])
+        with pytest.raises(ValueError, match=r"hidden must have shape \[B, N, 24\], got \(1, 40, 23\)"):
+            module(hidden[..., :23], mode=mode)
         with pytest.raises(ValueError, match="B must be 1, got B=2"):
             module(hidden_state(batch=2), mode=mode, cu_seqlens=[0, 40])
     with pytest.raises(NotImplementedError, match="triton"):

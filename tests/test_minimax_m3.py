@@ -7,6 +7,7 @@ the attention output.
 
 import pytest
 import torch
+from cases import every_autograd, every_implementation
 from compare import IMPLEMENTATIONS, assert_close, assert_equal
 
 pytest.importorskip("transformers", minversion="5.12")
@@ -17,8 +18,6 @@ BLOCK, HIDDEN = 8, 24
 LENGTHS = [1, BLOCK - 1, BLOCK, 3 * BLOCK, 5 * BLOCK - 3, 8 * BLOCK + 1]
 # query heads, KV heads, index heads
 HEADS = [(6, 2, 2), (4, 4, 4), (4, 1, 1), (6, 2, 6)]
-
-every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
 
 def configuration(heads=HEADS[0], topk=3, local_blocks=1):
@@ -85,12 +84,12 @@ def run_layer(config, tokens=None, hidden=None, causal_mask=False):
         return observe(layer, rope, lambda: layer(hidden, rope, mask, position_ids=positions))
 
 
-def assert_same_attention(name, observed, topk, local_blocks=1):
+def assert_same_attention(implementation, observed, topk, local_blocks=1):
     tensors, their_ids, their_out = observed
     options = {"topk": topk, "block_size": BLOCK, "local_blocks": local_blocks}
-    out, _, ids, _ = IMPLEMENTATIONS[name].msa_attention(**tensors, **options)
-    assert_equal(ids, ascending(their_ids, topk), f"{name}: block ids")
-    assert_close(out, their_out, 1e-5, f"{name}: out")
+    out, _, ids, _ = IMPLEMENTATIONS[implementation].msa_attention(**tensors, **options)
+    assert_equal(ids, ascending(their_ids, topk), f"{implementation}: block ids")
+    assert_close(out, their_out, 1e-5, f"{implementation}: out")
 
 
 def ascending(ids, topk):
@@ -103,30 +102,30 @@ def ascending(ids, topk):
 
 @every_implementation
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_same_blocks_and_output_at_any_length(tokens, name):
-    assert_same_attention(name, run_layer(configuration(), tokens), topk=3)
+def test_same_blocks_and_output_at_any_length(tokens, implementation):
+    assert_same_attention(implementation, run_layer(configuration(), tokens), topk=3)
 
 
 @every_implementation
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_same_blocks_and_output_for_any_head_counts(heads, name):
-    assert_same_attention(name, run_layer(configuration(heads), 5 * BLOCK - 3), topk=3)
+def test_same_blocks_and_output_for_any_head_counts(heads, implementation):
+    assert_same_attention(implementation, run_layer(configuration(heads), 5 * BLOCK - 3), topk=3)
 
 
 @every_implementation
 @pytest.mark.parametrize("topk, local_blocks", [(1, 1), (2, 2), (4, 2), (3, 0), (4, 3), (50, 1)])
-def test_same_blocks_and_output_for_any_number_of_forced_blocks(topk, local_blocks, name):
+def test_same_blocks_and_output_for_any_number_of_forced_blocks(topk, local_blocks, implementation):
     observed = run_layer(configuration(topk=topk, local_blocks=local_blocks), 6 * BLOCK + 5)
-    assert_same_attention(name, observed, topk, local_blocks)
+    assert_same_attention(implementation, observed, topk, local_blocks)
 
 
 @every_implementation
-def test_same_output_when_their_layer_is_given_a_causal_mask(name):
-    assert_same_attention(name, run_layer(configuration(), 5 * BLOCK - 3, causal_mask=True), topk=3)
+def test_same_output_when_their_layer_is_given_a_causal_mask(implementation):
+    assert_same_attention(implementation, run_layer(configuration(), 5 * BLOCK - 3, causal_mask=True), topk=3)
 
 
 @every_implementation
-def test_same_blocks_and_output_inside_the_whole_text_model(name):
+def test_same_blocks_and_output_inside_the_whole_text_model(implementation):
     config = configuration()
     torch.manual_seed(0)
     model = m3.MiniMaxM3VLTextModel(config).eval()
@@ -136,17 +135,17 @@ def test_same_blocks_and_output_inside_the_whole_text_model(name):
     rope = model.rotary_emb(model.embed_tokens(tokens), position_ids=torch.arange(tokens.shape[1])[None])
     with torch.no_grad():
         observed = observe(layer, rope, lambda: model(input_ids=tokens, use_cache=False))
-    assert_same_attention(name, observed, topk=3)
+    assert_same_attention(implementation, observed, topk=3)
 
 
-@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "naive"])
-def test_same_gradient_of_the_hidden_states(name):
+@every_autograd
+def test_same_gradient_of_the_hidden_states(implementation):
     hidden = hidden_states(5 * BLOCK - 3).requires_grad_()
     tensors, _, their_out = run_layer(configuration(), hidden=hidden)
-    out = IMPLEMENTATIONS[name].msa_attention(**tensors, topk=3, block_size=BLOCK).out
+    out = IMPLEMENTATIONS[implementation].msa_attention(**tensors, topk=3, block_size=BLOCK).out
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     ours, theirs = (torch.autograd.grad(value, hidden, dout, retain_graph=True)[0] for value in (out, their_out))
-    assert_close(ours, theirs, 1e-4, f"{name}: gradient")
+    assert_close(ours, theirs, 1e-4, f"{implementation}: gradient")
 
 
 def test_selection_matters_in_these_comparisons():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msa_ref import BlockGeometry, describe, validate_block_indices
+from msa_ref.problem import check_ids_on_cpu
 
 B, N, BLOCK = 2, 20, 4
 OPERATIONS = ("select_blocks", "sparse_attention", "index_kl_loss", "msa_attention")
@@ -285,6 +286,14 @@ def test_validation_counts_the_bad_entries():
         validate_block_indices(table, block_size=0)
 
 
+def test_only_ids_on_the_cpu_are_checked():
+    table = ids((3, (0, 1)))
+    with raises(ValueError, "block_indices[1, 1, 3]", "future"):
+        check_ids_on_cpu(table, BLOCK, None)
+    for unread in (None, table.to("meta")):
+        check_ids_on_cpu(unread, BLOCK, None)
+
+
 @pytest.mark.parametrize(
     "heads, group, heads_per_index, index_group, index_heads_per_kv",
     [((6, 2, 2, 1), 3, 3, 2, 1), ((6, 2, 6, 1), 3, 1, 6, 3), ((6, 2, 6, 2), 3, 1, 3, 3), ((6, 6, 6, 1), 1, 1, 6, 1),
@@ -345,6 +354,11 @@ def assert_geometry(geometry, lengths, block_size):
     assert geometry.block_of.tolist() == block_of and geometry.first_block.tolist() == first_block
     assert list(geometry.documents()) == documents
     assert geometry.document_start.tolist() == [start for start, _, _ in documents] + [sum(lengths)]
+    seen = [[first <= block <= own for block in range(geometry.blocks)]
+            for own, first in zip(block_of, first_block, strict=True)]  # fmt: skip
+    kept = [[sees and (block > own - 2 or block == first) for block, sees in enumerate(row)]
+            for row, own, first in zip(seen, block_of, first_block, strict=True)]  # fmt: skip
+    assert geometry.visible_blocks().tolist() == seen and geometry.forced_blocks(2, 1).tolist() == kept
     arrays = (geometry.block_start, geometry.block_of, geometry.first_block, geometry.document_start)
     assert all(array.dtype == torch.int64 and array.device.type == "cpu" for array in arrays)
 

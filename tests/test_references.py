@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import every_implementation, every_topk
 from compare import (
     GRADIENTS,
-    IMPLEMENTATIONS,
     INPUTS,
     assert_close,
     assert_equal,
@@ -18,11 +18,10 @@ from compare import (
     random_like,
     run,
     run_reference,
-    toy_inputs,
-    toy_tensor,
 )
 
 from msa_ref import naive
+from msa_ref.inputs import toy_problem
 
 DRAWS = 64
 HEADS = [
@@ -30,8 +29,6 @@ HEADS = [
     (14, 2, 2, 2),
 ]  # fmt: skip
 WIDTHS = (8, 16, 32, 64, 80, 100)
-
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 @functools.cache
@@ -82,7 +79,7 @@ def test_random_draws_cover_every_feature():
 
 
 @every_implementation
-@pytest.mark.parametrize("topk", [2, None])
+@every_topk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_within_the_error_of_a_plain_version(dtype, topk, implementation):
     inputs = random_inputs(0, N=77, Dv=32, Di=8, dtype=dtype)
@@ -121,9 +118,9 @@ def plain_attention(q, k, v, mask):
 
 @every_implementation
 def test_toy_numbers_of_the_specification(implementation):
-    inputs, options = toy_inputs(), {"topk": 3, "block_size": 2}
-    result = run(implementation, inputs, options, toy_tensor((4, 12, 8), 6))
-    warm_up = run(implementation, inputs, options | {"topk": None})
+    toy, options = toy_problem(), {"topk": 3, "block_size": 2}
+    result = run(implementation, toy, options, toy["dout"])
+    warm_up = run(implementation, toy, options | {"topk": None})
     expected = {
         "kl": 0.4113174924, "out": 211.1436374, "dq": 112.2923102, "dk": 120.7873174, "dv": 180.8853427,
         "d_index_q": 0.8876537102, "d_index_k": 0.8659704580,
@@ -134,7 +131,7 @@ def test_toy_numbers_of_the_specification(implementation):
 
 
 def test_toy_kl_with_heads_averaged_before_normalising_is_another_number():
-    inputs = toy_inputs()
+    inputs = toy_problem()
     ids = naive.select_blocks(inputs["index_q"], inputs["index_k"], topk=3, block_size=2)
     mask = selected_tokens(ids, inputs["index_q"], 2)
     causal = torch.ones(12, 12, dtype=torch.bool).tril()

@@ -23,7 +23,8 @@ def select_forward(index_q, index_k, problem: Problem, geometry: BlockGeometry) 
 
 
 def _select_document(queries, keys, first_block: int, problem: Problem, ids) -> None:
-    size, length = problem.block_size, len(keys)
+    length = len(keys)
+    size = min(problem.block_size, length)
     keys = torch.nn.functional.pad(keys, (0, 0, 0, -length % size))
     chunk = max(1, CHUNK_KEYS // size)
     for low in range(0, length, TILE_QUERIES):
@@ -34,13 +35,13 @@ def _select_document(queries, keys, first_block: int, problem: Problem, ids) -> 
         for begin in range(0, visible, chunk):
             end = min(begin + chunk, visible)
             scores = queries[low:high] @ keys[begin * size : end * size].T
-            best = _merge(best, _ranks(scores, low, begin, own, problem), begin, problem.topk)
+            best = _merge(best, _ranks(scores, low, begin, own, size, problem), begin, problem.topk)
         ids[low:high, : best[1].shape[1]] = _ascending(best[1], own, first_block)
 
 
-def _ranks(scores, low: int, begin: int, own, problem: Problem) -> torch.Tensor:
+def _ranks(scores, low: int, begin: int, own, size: int, problem: Problem) -> torch.Tensor:
     """Block scores as sortable numbers: forced +inf, then numbers, then NaN, then not visible -inf."""
-    size, limits = problem.block_size, torch.finfo(scores.dtype)
+    limits = torch.finfo(scores.dtype)
     scores.nan_to_num_(limits.min, limits.max, limits.min / 2)
     first_masked = max(0, low - begin * size)
     if first_masked < scores.shape[1]:
