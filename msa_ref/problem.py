@@ -7,8 +7,8 @@ Both raise before any work is done, naming the argument and the numbers.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,6 +97,7 @@ class BlockGeometry:
     """
 
     def __init__(self, tokens: int, block_size: int, cu_seqlens=None):
+        block_size = min(block_size, tokens)
         self.tokens, self.block_size = tokens, block_size
         self.document_start = _document_start(tokens, cu_seqlens)
         lengths = self.document_start.diff()
@@ -208,8 +209,7 @@ def validate_block_indices(block_indices: torch.Tensor, *, block_size=128, cu_se
         ValueError: a wrong shape, block_size or cu_seqlens; an id outside -1 .. NB - 1, listed twice in one row, or of
             a block that starts after its query. An earlier document's block is legal and holds no visible token.
     """
-    if not isinstance(block_indices, torch.Tensor):
-        raise TypeError(f"block_indices must be a torch.Tensor, got {type(block_indices).__name__}")
+    _check_tensors({"block_indices": block_indices}, {}, kernel=False)
     _check_block_indices(block_indices)
     check_integer("block_size", block_size, 1)
     check_cu_seqlens(cu_seqlens, block_indices.shape[0])
@@ -258,6 +258,9 @@ def _check_tensors(arguments: dict, floating: dict, kernel: bool) -> None:
         raise ValueError(f"tensors must be on one device, got {_listed(devices)}")
     if any(device.type == "meta" for device in devices.values()):
         raise ValueError(f"tensors must hold data, got {_listed(devices)}")
+    layouts = {name: str(tensor.layout).removeprefix("torch.") for name, tensor in arguments.items()}
+    if any(tensor.layout != torch.strided for tensor in arguments.values()):
+        raise TypeError(f"tensors must be dense, got {_listed(layouts)}")
     for name, tensor in floating.items():
         if tensor.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, heads, N, width], got shape {tuple(tensor.shape)}")
@@ -338,7 +341,7 @@ def _check_scale(name: str, value, width: int) -> float:
         return width**-0.5 if width else 1.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {type(value).__name__} {value!r}")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and > 0, got {value}")
     return float(value)
 
@@ -351,10 +354,14 @@ def check_cu_seqlens(cu_seqlens, batch: int) -> None:
             raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
         if cu_seqlens.ndim != 1:
             raise ValueError(f"cu_seqlens must have 1 dimension, got shape {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.is_meta:
+            raise ValueError("cu_seqlens must hold data, got device meta")
     elif isinstance(cu_seqlens, (list, tuple)):
         for offset in cu_seqlens:
             if isinstance(offset, bool) or not isinstance(offset, numbers.Integral):
                 raise TypeError(f"cu_seqlens must hold ints, got {type(offset).__name__} {offset!r}")
+            if abs(offset) >= 2**63:
+                raise ValueError(f"cu_seqlens must hold offsets of at most 63 bits, got {offset}")
     else:
         raise TypeError(f"cu_seqlens must be a tensor or a list of ints, got {type(cu_seqlens).__name__}")
     if len(cu_seqlens) < 2:

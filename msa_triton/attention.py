@@ -16,7 +16,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from msa_ref import blockwise
 from msa_ref.compose import MSAOutput, select_attend_align
-from msa_ref.problem import BlockGeometry, describe, validate_block_indices
+from msa_ref.problem import BlockGeometry, accumulator_of, check_ids_on_cpu, describe
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -179,8 +179,8 @@ def _choose(backend: str) -> str:
 
 
 def _check_ids(check: bool, block_indices: Tensor | None, block_size: int, cu_seqlens) -> None:
-    if check and block_indices is not None and not torch.compiler.is_compiling() and block_indices.device.type == "cpu":
-        validate_block_indices(block_indices, block_size=block_size, cu_seqlens=cu_seqlens)
+    if check and not torch.compiler.is_compiling():
+        check_ids_on_cpu(block_indices, block_size, cu_seqlens)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -235,7 +235,7 @@ def _attention_op(
 
 @_attention_op.register_fake
 def _(q, k, v, block_indices, cu_seqlens, block_size, scale, backend):
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=_accumulator(q))
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator_of(q.dtype))
 
 
 @torch.library.custom_op("msa::sparse_attention_backward", mutates_args=())
@@ -267,7 +267,7 @@ def _index_loss_op(
 
 @_index_loss_op.register_fake
 def _(q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
-    return index_q.new_empty(index_q.shape[:3], dtype=_accumulator(index_q))
+    return index_q.new_empty(index_q.shape[:3], dtype=accumulator_of(index_q.dtype))
 
 
 @torch.library.custom_op("msa::index_kl_loss_backward", mutates_args=())
@@ -285,10 +285,6 @@ def _index_loss_backward_op(
 @_index_loss_backward_op.register_fake
 def _(dkl, q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
     return index_q.new_empty(index_q.shape), index_k.new_empty(index_k.shape)
-
-
-def _accumulator(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _save_attention(ctx, inputs, output):

@@ -379,5 +379,5 @@ def test_ids_of_the_user_are_checked_and_own_ids_are_not(monkeypatch):
     for call in (partial(sparse_attention, q, k, v), partial(index_kl_loss, q, k, lse, index_q, index_k)):
         with pytest.raises(ValueError, match=r"block_indices\[1, 0, 3\] names block 4, which is in the future"):
             call(ids, block_size=16)
-    monkeypatch.setattr(attention, "validate_block_indices", None)
+    monkeypatch.setattr(attention, "check_ids_on_cpu", None)
     msa_attention(q, k, v, index_q, index_k, **BLOCKS)

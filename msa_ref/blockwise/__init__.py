@@ -12,7 +12,7 @@ from msa_ref.blockwise.index_loss import index_loss_backward, index_loss_forward
 from msa_ref.blockwise.select import select_forward
 from msa_ref.blockwise.tiles import reverse_index
 from msa_ref.compose import MSAOutput, select_attend_align
-from msa_ref.problem import BlockGeometry, describe, validate_block_indices
+from msa_ref.problem import BlockGeometry, check_ids_on_cpu, describe
 
 __all__ = [
     "attention_backward", "attention_forward", "index_kl_loss", "index_loss_backward", "index_loss_forward",
@@ -119,8 +119,7 @@ def msa_attention(
 
 
 def _geometry(problem, block_indices, cu_seqlens) -> BlockGeometry:
-    if block_indices is not None and block_indices.device.type == "cpu":
-        validate_block_indices(block_indices, block_size=problem.block_size, cu_seqlens=cu_seqlens)
+    check_ids_on_cpu(block_indices, problem.block_size, cu_seqlens)
     return BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
 
 
