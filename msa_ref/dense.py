@@ -134,12 +134,16 @@ def msa_attention(
         )  # fmt: skip
     mask = _Mask(problem, block_indices, cu_seqlens)
 
-    def attend_and_align(q, k, v, index_q, index_k):
+    def attend(q, k, v):
         p, lse = mask.softmax(q, k, problem.scale)
-        kl = mask.divergence(_teacher(problem, p.detach()), index_q, index_k, problem.index_scale)
-        return _mix(p, v).to(problem.dtype), kl.mean(), lse
+        return _mix(p, v).to(problem.dtype), lse, _teacher(problem, p.detach())
 
-    out, kl_loss, lse = _FirstOrder.apply(attend_and_align, q, k, v, index_q, index_k)
+    out, lse, p_bar = _FirstOrder.apply(attend, q, k, v)
+
+    def align(index_q, index_k):
+        return (mask.divergence(p_bar, index_q, index_k, problem.index_scale).mean(),)
+
+    (kl_loss,) = _FirstOrder.apply(align, index_q, index_k)
     return MSAOutput(out, kl_loss, block_indices, lse)
 
 

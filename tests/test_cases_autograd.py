@@ -269,3 +269,14 @@ def test_the_composed_call_is_the_three_operations(topk, implementation):
     separate = run(implementation, inputs, options)
     together = {"out": composed.out, "lse": composed.lse, "kl": composed.kl_loss, "ids": composed.block_indices}
     assert_equal_runs(together, separate, implementation, together)
+
+
+@every_autograd
+def test_the_two_losses_may_be_sent_back_one_after_the_other(implementation):
+    inputs = random_inputs(0)
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    result = IMPLEMENTATIONS[implementation].msa_attention(*leaves, topk=2, block_size=16)
+    result.out.sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves[:3]) and all(leaf.grad is None for leaf in leaves[3:])
+    result.kl_loss.backward()
+    assert all(leaf.grad.abs().sum() > 0 for leaf in leaves[3:])
