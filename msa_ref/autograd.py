@@ -3,6 +3,11 @@
 import torch
 
 
+def refuse_second_derivative(*_):
+    """The backward of a backward pass (SPEC 7)."""
+    raise RuntimeError("MSA has first derivatives only: the gradient of a gradient is not defined (SPEC 7)")
+
+
 class OnlyOnce(torch.autograd.Function):
     """Runs a backward pass; its results raise when differentiated, even for a constant upstream gradient (SPEC 7)."""
 
@@ -10,6 +15,4 @@ class OnlyOnce(torch.autograd.Function):
     def forward(ctx, backward, *arguments):
         return backward(*arguments)
 
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("second derivatives of MSA are not defined")
+    backward = staticmethod(refuse_second_derivative)

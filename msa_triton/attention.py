@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from msa_ref import blockwise
+from msa_ref.autograd import refuse_second_derivative
 from msa_ref.compose import MSAOutput, select_attend_align
 from msa_ref.problem import BlockGeometry, accumulator_of, check_ids_on_cpu, describe
 
@@ -313,11 +314,6 @@ def _index_loss_gradients(ctx, dkl):
     if dkl is not None:
         gradients = _index_loss_backward_op(dkl, *ctx.saved_tensors, *ctx.options)
     return *(None,) * 3, *gradients, *(None,) * 6
-
-
-def refuse_second_derivative(*_):
-    """Raises RuntimeError: stands where the gradient of a gradient would be computed (SPEC 7)."""
-    raise RuntimeError("MSA has first derivatives only: the gradient of a gradient is not defined (SPEC 7)")
 
 
 _attention_op.register_autograd(_attention_gradients, setup_context=_save_attention)
