@@ -215,7 +215,7 @@ def _select_op(
 ) -> Tensor:  # fmt: skip
     options = dict(topk=topk, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks)
     with _call(backend, cu_seqlens, index_q=index_q, index_k=index_k, **options) as (module, problem, geometry):
-        return module.select_forward(index_q, index_k, problem, geometry).contiguous()
+        return module.select_forward(index_q, index_k, problem, geometry)
 
 
 @_select_op.register_fake
@@ -230,8 +230,7 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
     with _call(backend, cu_seqlens, q=q, k=k, v=v, **options) as (module, problem, geometry):
-        out, lse = module.attention_forward(q, k, v, block_indices, problem, geometry)
-        return out.contiguous(), lse.contiguous()
+        return module.attention_forward(q, k, v, block_indices, problem, geometry)
 
 
 @_attention_op.register_fake
@@ -246,8 +245,7 @@ def _attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
     with _call(backend, cu_seqlens, q=q, k=k, v=v, lse=lse, **options) as (module, problem, geometry):
-        gradients = module.attention_backward(dout, q, k, v, out, lse, block_indices, problem, geometry)
-        return tuple(gradient.contiguous() for gradient in gradients)
+        return module.attention_backward(dout, q, k, v, out, lse, block_indices, problem, geometry)
 
 
 @_attention_backward_op.register_fake
@@ -263,7 +261,7 @@ def _index_loss_op(
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
     with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
         module, problem, geometry = call
-        return module.index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry).contiguous()
+        return module.index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry)
 
 
 @_index_loss_op.register_fake
@@ -278,9 +276,8 @@ def _index_loss_backward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
     with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
-        module, *place = call
-        gradients = module.index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, *place)
-        return tuple(gradient.contiguous() for gradient in gradients)
+        module, problem, geometry = call
+        return module.index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem, geometry)
 
 
 @_index_loss_backward_op.register_fake
