@@ -16,6 +16,7 @@ import numbers
 from typing import NamedTuple
 
 from msa_ref.problem import check_integer
+from msa_ref.roofline import GPU, GPUS, Bound, bounds  # noqa: F401  (bounds on time belong to the costs)
 
 IRISH_DATA_CENTRES_GWH = {2024: 6973, 2025: 7663}  # CSO: metered electricity of all data centres in Ireland
 IRISH_DATA_CENTRES_SHARE_2025 = 0.23  # CSO: of all metered electricity in Ireland

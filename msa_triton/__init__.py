@@ -6,6 +6,7 @@ import platform
 from msa_ref.compose import MSAOutput
 from msa_ref.problem import validate_block_indices
 from msa_triton.attention import index_kl_loss, msa_attention, select_blocks, sparse_attention
+from msa_triton.backend import interpret_without_gpu
 from msa_triton.layer import MSAttention
 from msa_triton.model import SmallLM, SmallLMConfig
 
@@ -13,6 +14,8 @@ __all__ = [
     "MSAOutput", "MSAttention", "SmallLM", "SmallLMConfig", "index_kl_loss", "msa_attention", "select_blocks",
     "sparse_attention", "validate_block_indices", "versions",
 ]  # fmt: skip
+
+interpret_without_gpu()
 
 
 def versions() -> dict[str, str | None]:

@@ -2,7 +2,7 @@
 
 Each operation and each backward pass is one PyTorch operator (`torch.ops.msa.*`). An operator is opaque to
 `torch.compile`, which needs only the shapes that the `register_fake` functions give. The implementation behind them is
-a module with the five functions that `msa_ref.blockwise` has; forward and backward take the same one.
+a module with five functions, `msa_ref.blockwise` or `msa_triton.kernels`; forward and backward take the same one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from msa_ref import blockwise
 from msa_ref.autograd import refuse_second_derivative
 from msa_ref.compose import MSAOutput, select_attend_align
 from msa_ref.problem import BlockGeometry, accumulator_of, check_ids_on_cpu, describe
+from msa_triton.backend import choose, module_of
 
-BACKENDS = ("auto", "triton", "torch")
+SCHEDULES = ("auto", "query", "key")
 
 
 def select_blocks(
@@ -34,19 +34,22 @@ def select_blocks(
         block_size: tokens in a block.
         local_blocks: newest visible blocks that are always kept; init_blocks: first blocks of the document likewise.
         cu_seqlens: None, or document offsets 0 = c0 <= c1 <= ... = N (B = 1), a list of ints or an int tensor.
-        backend: "torch" is blockwise PyTorch; "auto" is the same on every device today; "triton" is not there yet.
+        backend: "triton" is the kernels, which take no float64, and block sizes 16, 32, 64 and 128; CPU tensors go
+            through Triton's interpreter, which is for study and tests. "torch" is blockwise PyTorch. "auto" is "triton"
+            for tensors on a GPU, "torch" for those on the CPU.
 
     Returns:
         int32 [B, Hidx, N, topk]: ids in ascending order, then -1.
 
     Raises:
-        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
+        TypeError, ValueError: bad arguments (SPEC 8). RuntimeError: backend "triton" without Triton.
     """
-    backend = _choose(backend)
-    describe(
+    backend = choose(backend, index_q)
+    problem = describe(
         index_q=index_q, index_k=index_k, topk=topk, block_size=block_size, local_blocks=local_blocks,
-        init_blocks=init_blocks, cu_seqlens=cu_seqlens,
+        init_blocks=init_blocks, cu_seqlens=cu_seqlens, kernel=backend == "triton",
     )  # fmt: skip
+    _check_backend(backend, problem.device)
     return _select_op(
         index_q.detach(), index_k.detach(), _offsets(cu_seqlens), topk, block_size, local_blocks, init_blocks, backend
     )
@@ -54,7 +57,7 @@ def select_blocks(
 
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, *, block_size: int = 128,
-    scale: float | None = None, cu_seqlens=None, backend: str = "auto",
+    scale: float | None = None, cu_seqlens=None, backend: str = "auto", schedule: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal softmax attention over the visible tokens of the listed blocks (SPEC 4).
 
@@ -66,18 +69,21 @@ def sparse_attention(
         block_indices: [B, Hidx, N, slots] int32 or int64, distinct ids in any order, -1 for an unused slot; None means
             all visible blocks: dense attention.
         scale: factor on the logits, default D**-0.5. Other arguments as in `select_blocks`.
+        schedule: of the kernels' forward pass, for study: "query" walks the blocks of a tile of queries, "key" the
+            queries of a key block (not for block_indices None); "auto" chooses by the sizes.
 
     Returns:
         out [B, H, N, Dv] in the dtype of q, differentiable once in q, k and v; lse [B, H, N] float32 (float64 for
         float64 inputs), natural logarithm, not differentiable. A row with nothing visible has out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
-        RuntimeError: when a second derivative is asked for.
+        TypeError, ValueError: bad arguments (SPEC 8).
+        RuntimeError: backend "triton" without Triton; a second derivative is asked for.
     """
     return _sparse_attention(
-        q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, backend=backend, check=True
-    )
+        q, k, v, block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens, backend=backend,
+        schedule=schedule, check=True,
+    )  # fmt: skip
 
 
 def index_kl_loss(
@@ -102,8 +108,8 @@ def index_kl_loss(
         counts as 0.
 
     Raises:
-        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
-        RuntimeError: when a second derivative is asked for.
+        TypeError, ValueError: bad arguments (SPEC 8).
+        RuntimeError: backend "triton" without Triton; a second derivative is asked for.
     """
     return _index_kl_loss(
         q, k, lse, index_q, index_k, block_indices, block_size=block_size, scale=scale, index_scale=index_scale,
@@ -131,37 +137,41 @@ def msa_attention(
         MSAOutput(out, kl_loss, block_indices, lse); block_indices is None in the warm-up.
 
     Raises:
-        TypeError, ValueError: bad arguments (SPEC 8). NotImplementedError: backend "triton".
-        RuntimeError: when a second derivative is asked for.
+        TypeError, ValueError: bad arguments (SPEC 8).
+        RuntimeError: backend "triton" without Triton; a second derivative is asked for.
     """
-    backend = _choose(backend)
+    backend = choose(backend, q)
     return select_attend_align(
         partial(select_blocks, backend=backend),
-        partial(_sparse_attention, backend=backend, check=False),
+        partial(_sparse_attention, backend=backend, schedule="auto", check=False),
         partial(_index_kl_loss, reduction="mean", backend=backend, check=False),
         q, k, v, index_q, index_k, topk=topk, block_size=block_size, local_blocks=local_blocks,
         init_blocks=init_blocks, scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
-def _sparse_attention(q, k, v, block_indices, *, block_size, scale, cu_seqlens, backend, check):
-    backend = _choose(backend)
+def _sparse_attention(q, k, v, block_indices, *, block_size, scale, cu_seqlens, backend, schedule, check):
+    backend = choose(backend, q)
     problem = describe(
-        q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens
-    )
+        q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
+        kernel=backend == "triton",
+    )  # fmt: skip
+    _check_backend(backend, problem.device)
+    _check_schedule(schedule, backend, block_indices)
     _check_ids(check, block_indices, block_size, cu_seqlens)
     _refuse_tangents(q, k, v)
-    return _attention_op(q, k, v, block_indices, _offsets(cu_seqlens), block_size, problem.scale, backend)
+    return _attention_op(q, k, v, block_indices, _offsets(cu_seqlens), block_size, problem.scale, backend, schedule)
 
 
 def _index_kl_loss(
     q, k, lse, index_q, index_k, block_indices, *, block_size, scale, index_scale, cu_seqlens, reduction, backend, check
 ):
-    backend = _choose(backend)
+    backend = choose(backend, q)
     problem = describe(
         q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, block_indices=block_indices, block_size=block_size,
-        scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
+        scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction, kernel=backend == "triton",
     )  # fmt: skip
+    _check_backend(backend, problem.device)
     _check_ids(check, block_indices, block_size, cu_seqlens)
     _refuse_tangents(index_q, index_k)
     kl = _index_loss_op(
@@ -171,12 +181,19 @@ def _index_kl_loss(
     return kl.mean() if reduction == "mean" else kl
 
 
-def _choose(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    if backend == "triton":
-        raise NotImplementedError('backend="triton" is not implemented yet; "auto" and "torch" run blockwise PyTorch')
-    return "torch"
+def _check_schedule(schedule: str, backend: str, block_indices: Tensor | None) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+    if schedule != "auto" and backend != "triton":
+        raise ValueError(f'schedule={schedule!r} is for the kernels (backend="triton"), got backend {backend!r}')
+    if schedule == "key" and block_indices is None:
+        raise ValueError('schedule="key" needs block_indices: partial results of dense attention grow with N squared')
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    """Refuses a backend that cannot run here; a call that `torch.compile` traces is refused when it runs."""
+    if not torch.compiler.is_compiling():
+        module_of(backend, device)
 
 
 def _check_ids(check: bool, block_indices: Tensor | None, block_size: int, cu_seqlens) -> None:
@@ -196,16 +213,13 @@ def _offsets(cu_seqlens) -> Tensor | None:
     return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
-_MODULES = {"torch": blockwise}
-
-
 @contextmanager
 def _call(backend: str, cu_seqlens: Tensor | None, **arguments):
     """Yields the implementation, the problem and the geometry of one operator call, with autocast off."""
-    problem = describe(cu_seqlens=cu_seqlens, **arguments)
+    problem = describe(cu_seqlens=cu_seqlens, kernel=backend == "triton", **arguments)
     geometry = BlockGeometry(problem.tokens, problem.block_size, cu_seqlens)
     with torch.autocast(problem.device.type, enabled=False):
-        yield _MODULES[backend], problem, geometry
+        yield module_of(backend, problem.device), problem, geometry
 
 
 @torch.library.custom_op("msa::select_blocks", mutates_args=())
@@ -226,15 +240,16 @@ def _(index_q, index_k, cu_seqlens, topk, block_size, local_blocks, init_blocks,
 @torch.library.custom_op("msa::sparse_attention", mutates_args=())
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, cu_seqlens: Tensor | None, block_size: int,
-    scale: float, backend: str,
+    scale: float, backend: str, schedule: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
     with _call(backend, cu_seqlens, q=q, k=k, v=v, **options) as (module, problem, geometry):
-        return module.attention_forward(q, k, v, block_indices, problem, geometry)
+        chosen = {"schedule": schedule} if backend == "triton" else {}
+        return module.attention_forward(q, k, v, block_indices, problem, geometry, **chosen)
 
 
 @_attention_op.register_fake
-def _(q, k, v, block_indices, cu_seqlens, block_size, scale, backend):
+def _(q, k, v, block_indices, cu_seqlens, block_size, scale, backend, schedule):
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator_of(q.dtype))
 
 
@@ -286,7 +301,7 @@ def _(dkl, q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, s
 
 
 def _save_attention(ctx, inputs, output):
-    q, k, v, block_indices, cu_seqlens, *ctx.options = inputs
+    q, k, v, block_indices, cu_seqlens, *ctx.options, _ = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, block_indices, cu_seqlens)
     ctx.mark_non_differentiable(lse)
@@ -297,7 +312,7 @@ def _attention_gradients(ctx, dout, _):
     gradients = (None,) * 3
     if dout is not None:
         gradients = _attention_backward_op(dout, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *(None,) * 5
+    return *gradients, *(None,) * 6
 
 
 def _save_index_loss(ctx, inputs, output):

@@ -11,6 +11,7 @@ from torch.nn import functional
 from msa_ref import dense
 from msa_ref.problem import BlockGeometry, check_cu_seqlens, check_integer, describe
 from msa_triton import attention
+from msa_triton.backend import BACKENDS
 
 MODES = ("dense", "warm-up", "sparse")
 
@@ -113,8 +114,8 @@ class MSAttention(nn.Module):
     def _check(self) -> None:
         probe = {name: torch.empty(1, count, 1, width) for name, (count, width) in self.sizes.items()}
         describe(**probe, **self.blocks, scale=self.scale, index_scale=self.index_scale)
-        if self.backend not in (*attention.BACKENDS, "dense"):
-            raise ValueError(f"backend must be one of {(*attention.BACKENDS, 'dense')}, got {self.backend!r}")
+        if self.backend not in (*BACKENDS, "dense"):
+            raise ValueError(f"backend must be one of {(*BACKENDS, 'dense')}, got {self.backend!r}")
         narrowest = min(self.sizes["q"][1], self.sizes["index_q"][1])
         if self.rotary_width is None and any(self.sizes[name][1] % 2 for name in ("q", "index_q")):
             raise ValueError("RoPE needs even widths; give an even rotary_width")

@@ -2,12 +2,32 @@
 
 import inspect
 import math
+import os
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
+import msa_triton
 from msa_ref import blockwise, dense, naive
 
+_OPERATIONS = ("select_blocks", "sparse_attention", "index_kl_loss")
+
+
+def with_backend(backend: str, **options) -> ModuleType:
+    """The public functions with a backend, and more options of `sparse_attention`, as an implementation."""
+    module = ModuleType(backend)
+    for name in (*_OPERATIONS, "msa_attention"):
+        chosen = options if name == "sparse_attention" else {}
+        setattr(module, name, partial(getattr(msa_triton, name), backend=backend, **chosen))
+    return module
+
+
 IMPLEMENTATIONS = {"naive": naive, "dense": dense, "blockwise": blockwise}
+# The kernels, where CPU tensors go through Triton's interpreter: msa_triton sets the variable if there is no GPU.
+if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+    IMPLEMENTATIONS["triton"] = with_backend("triton")
 
 INPUTS = ("q", "k", "v", "index_q", "index_k")
 GRADIENTS = ("dq", "dk", "dv", "d_index_q", "d_index_k")
@@ -129,9 +149,6 @@ def assert_equal(actual, reference, label="") -> None:
         f"{label} at {where}: {actual[where].item()!r}, expected {reference[where].item()!r};"
         f" {int(differs.sum())} of {differs.numel()} elements differ"
     )
-
-
-_OPERATIONS = ("select_blocks", "sparse_attention", "index_kl_loss")
 
 
 def _accepted(operation, options) -> dict:

@@ -99,8 +99,8 @@ def test_opcheck(inputs, cu_seqlens, wants):
     check(attention._select_op, (index_q, index_k, cu_seqlens, 2, 16, 1, 0, "torch"))
     ids = select_blocks(index_q, index_k, topk=2, block_size=16, cu_seqlens=cu_seqlens)
     with torch.no_grad():
-        out, lse = attention._attention_op(q, k, v, ids, cu_seqlens, *attend)
-    check(attention._attention_op, (q, k, v, ids, cu_seqlens, *attend))
+        out, lse = attention._attention_op(q, k, v, ids, cu_seqlens, *attend, "auto")
+    check(attention._attention_op, (q, k, v, ids, cu_seqlens, *attend, "auto"))
     check(attention._index_loss_op, (q, k, lse, index_q, index_k, ids, cu_seqlens, *align))
     # The backward operators cannot be differentiated, so they are checked as autograd calls them: without gradients.
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
@@ -345,7 +345,6 @@ def refusals():
     yield ValueError, "must end at N=77, got 70", one, {"cu_seqlens": [0, 70]}
     yield ValueError, "must not decrease, got 9 then 4", one, {"cu_seqlens": torch.tensor([0, 9, 4, 77])}
     yield ValueError, "backend must be one of .* got 'cuda'", one, {"backend": "cuda"}
-    yield NotImplementedError, 'backend="triton" is not implemented', one, {"backend": "triton"}
 
 
 @pytest.mark.parametrize("error, message, tensors, options", list(refusals()), ids=lambda value: str(value)[:24])
@@ -367,8 +366,8 @@ def test_every_function_checks_its_backend():
         call(block_size=16, backend="torch")
         with pytest.raises(ValueError, match="backend must be one of"):
             call(block_size=16, backend="Torch")
-        with pytest.raises(NotImplementedError, match="triton"):
-            call(block_size=16, backend="triton")
+        with pytest.raises(ValueError, match="for the Triton kernels, got 8"):
+            call(block_size=8, backend="triton")
 
 
 def test_ids_of_the_user_are_checked_and_own_ids_are_not(monkeypatch):

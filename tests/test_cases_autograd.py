@@ -9,13 +9,15 @@ from cases import (
     OPTIONS,
     TOKENS,
     assert_equal_runs,
+    block_of,
     every_autograd,
     every_implementation,
     every_topk,
     lists,
     run_double,
+    usual_inputs,
 )
-from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_close, assert_equal, random_inputs, random_like, run
+from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_close, assert_equal, random_like, run
 
 ATTENTION, INDEX = INPUTS[:3], INPUTS[3:]
 
@@ -33,7 +35,7 @@ def nothing(gradient):
 @every_autograd
 @every_topk
 def test_attention_does_not_train_the_index_and_the_loss_trains_only_it(topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     leaves, result = attend(implementation, inputs, topk)
     (result.out * random_like(result.out, 1)).sum().backward()
     assert all(nothing(leaves[name].grad) for name in INDEX)
@@ -47,7 +49,7 @@ def test_attention_does_not_train_the_index_and_the_loss_trains_only_it(topk, im
 @every_autograd
 @every_topk
 def test_ids_and_lse_are_not_differentiable(topk, implementation):
-    leaves, result = attend(implementation, random_inputs(0), topk)
+    leaves, result = attend(implementation, usual_inputs(implementation), topk)
     assert not result.lse.requires_grad and result.out.requires_grad and result.kl_loss.requires_grad
     assert topk is None or not result.block_indices.requires_grad
     # The teacher that a caller did not detach gets no gradient either.
@@ -63,7 +65,7 @@ def test_ids_and_lse_are_not_differentiable(topk, implementation):
 @every_topk
 @pytest.mark.parametrize("loss", ["out", "kl", "out and lse", "out and kl"])
 def test_outputs_that_are_not_used(loss, topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     expected = run(implementation, inputs, OPTIONS | {"topk": topk})
     leaves, result = attend(implementation, inputs, topk)
     terms = {"out": result.out.sum(), "kl": result.kl_loss, "lse": result.lse.sum()}
@@ -79,7 +81,7 @@ def test_outputs_that_are_not_used(loss, topk, implementation):
 @every_autograd
 @every_topk
 def test_lse_alone_has_no_graph(topk, implementation):
-    _, result = attend(implementation, random_inputs(0), topk)
+    _, result = attend(implementation, usual_inputs(implementation), topk)
     with pytest.raises(RuntimeError):
         result.lse.sum().backward()
 
@@ -88,7 +90,7 @@ def test_lse_alone_has_no_graph(topk, implementation):
 @every_topk
 @pytest.mark.parametrize("needed", [("q",), ("k",), ("v",), ("index_q",), ("index_k",), ("k", "index_q")], ids=str)
 def test_inputs_that_need_no_gradient(needed, topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     expected = run(implementation, inputs, OPTIONS | {"topk": topk})
     leaves, result = attend(implementation, inputs, topk, needed)
     (result.out.sum() + result.kl_loss).backward()
@@ -99,7 +101,7 @@ def test_inputs_that_need_no_gradient(needed, topk, implementation):
 @every_autograd
 @every_topk
 def test_without_gradients_the_results_are_the_same(topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     _, with_graph = attend(implementation, inputs, topk)
     with torch.no_grad():
         _, without = attend(implementation, inputs, topk)
@@ -113,7 +115,7 @@ def test_without_gradients_the_results_are_the_same(topk, implementation):
 
 @every_autograd
 def test_a_graph_that_is_kept_can_be_used_twice(implementation):
-    leaves, result = attend(implementation, random_inputs(0))
+    leaves, result = attend(implementation, usual_inputs(implementation))
     loss = result.out.square().sum() + result.kl_loss
     first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
     second = torch.autograd.grad(loss, list(leaves.values()))
@@ -133,7 +135,7 @@ LOSSES = {
 @every_topk
 @pytest.mark.parametrize("loss, name", LOSSES.values(), ids=LOSSES)
 def test_a_second_derivative_is_an_error(loss, name, topk, implementation):
-    leaves, result = attend(implementation, random_inputs(0), topk)
+    leaves, result = attend(implementation, usual_inputs(implementation), topk)
     first = loss(result)
     (gradient,) = torch.autograd.grad(first, leaves[name], create_graph=True)
     penalty = gradient.square().sum()
@@ -148,7 +150,7 @@ def test_a_second_derivative_is_an_error(loss, name, topk, implementation):
 
 @every_autograd
 def test_the_first_derivative_survives_a_request_for_a_graph(implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     expected = run(implementation, inputs, OPTIONS)
     leaves, result = attend(implementation, inputs)
     gradients = torch.autograd.grad(result.out.sum() + result.kl_loss, list(leaves.values()), create_graph=True)
@@ -163,7 +165,7 @@ def test_the_loss_of_two_known_distributions(topk, implementation):
     inputs = {name: torch.zeros(1, 1, 2, 1) for name in INPUTS}
     inputs["index_q"][0, 0, 1] = 1
     inputs["index_k"][0, 0, 0] = math.log(9)
-    options = {"topk": topk, "block_size": 1, "index_scale": 1.0}
+    options = {"topk": topk, "block_size": block_of(implementation, 1), "index_scale": 1.0}
     rows = run(implementation, inputs, options | {"reduction": "none"})
     expected = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
     assert expected == pytest.approx(0.5108, abs=5e-5)
@@ -179,7 +181,7 @@ def test_the_loss_of_two_known_distributions(topk, implementation):
 def test_a_student_that_gives_a_token_almost_nothing_still_has_a_finite_loss(topk, implementation):
     inputs = {name: torch.zeros(1, 1, 2, 1) for name in INPUTS}
     inputs["index_q"][0, 0, 1], inputs["index_k"][0, 0, 0] = 1, 1000
-    options = {"topk": topk, "block_size": 1, "index_scale": 1.0, "reduction": "none"}
+    options = {"topk": topk, "block_size": block_of(implementation, 1), "index_scale": 1.0, "reduction": "none"}
     result = run(implementation, inputs, options)
     assert_close(result["kl"], torch.tensor([[[0, 500 + math.log(0.5)]]]), 1e-6)
     assert_close(result["d_index_k"].flatten(), torch.tensor([0.5, -0.5]), 1e-6)
@@ -193,11 +195,11 @@ def test_a_student_that_gives_a_token_almost_nothing_still_has_a_finite_loss(top
 @every_implementation
 @every_topk
 def test_the_mean_divides_by_batch_index_heads_and_tokens(topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     rows = run(implementation, inputs, OPTIONS | {"topk": topk, "reduction": "none"})
     mean = run(implementation, inputs, OPTIONS | {"topk": topk})
-    count = 2 * 2 * TOKENS
-    assert rows["kl"].shape == (2, 2, TOKENS) and mean["kl"].shape == ()
+    count = inputs["index_q"][..., 0].numel()
+    assert rows["kl"].shape == inputs["index_q"].shape[:3] and mean["kl"].shape == ()
     assert_close(mean["kl"], rows["kl"].double().sum() / count, 1e-6)
     for name in ("d_index_q", "d_index_k"):
         assert_close(mean[name] * count, rows[name], 1e-5, name)
@@ -206,25 +208,25 @@ def test_the_mean_divides_by_batch_index_heads_and_tokens(topk, implementation):
 @every_implementation
 @every_topk
 def test_micro_batches_add_up_to_the_batch(topk, implementation):
-    inputs, options = random_inputs(0, B=4, N=40), OPTIONS | {"topk": topk}
+    inputs, options = usual_inputs(implementation, B=4, N=40), OPTIONS | {"topk": topk}
     whole = run(implementation, inputs, options)
-    quarter = torch.tensor(0.25)
+    quarter, count = torch.tensor(0.25), inputs["index_q"][..., 0].numel()
     parts = [run(implementation, {name: tensor[row : row + 1] for name, tensor in inputs.items()}, options, dkl=quarter)
              for row in range(4)]  # fmt: skip
     assert_close(sum(part["kl"] for part in parts) / 4, whole["kl"], 1e-6)
     for name in ("d_index_q", "d_index_k"):
-        assert_close(torch.cat([part[name] for part in parts]) * 320, whole[name] * 320, 1e-5, name)
+        assert_close(torch.cat([part[name] for part in parts]) * count, whole[name] * count, 1e-5, name)
 
 
 @every_implementation
 @every_topk
 def test_gradients_of_the_index_equal_their_closed_form(topk, implementation):
-    inputs, options = random_inputs(0), OPTIONS | {"topk": topk, "index_scale": 0.3, "reduction": "none"}
+    inputs, options = usual_inputs(implementation), OPTIONS | {"topk": topk, "index_scale": 0.3, "reduction": "none"}
     dkl = random_like(inputs["index_q"][..., 0], 2)
     result = run(implementation, inputs, options, dkl=dkl)
     double = {name: tensor.double() for name, tensor in inputs.items()}
-    token = torch.arange(TOKENS)
-    mask = (token <= token[:, None]).expand(2, 2, -1, -1)
+    token = torch.arange(inputs["q"].shape[2])
+    mask = (token <= token[:, None]).expand(*inputs["index_q"].shape[:2], -1, -1)
     if topk is not None:
         mask = mask & (result["ids"][..., None, :] == (token // BLOCK)[:, None]).any(-1)
 
@@ -232,7 +234,7 @@ def test_gradients_of_the_index_equal_their_closed_form(topk, implementation):
         return logit.masked_fill(~mask, -torch.inf).softmax(-1)
 
     keys = double["k"].repeat_interleave(3, 1)
-    teacher = softmax(double["q"] @ keys.mT / 4, mask.repeat_interleave(3, 1)).unflatten(1, (2, 3)).mean(2)
+    teacher = softmax(double["q"] @ keys.mT / 4, mask.repeat_interleave(3, 1)).unflatten(1, (-1, 3)).mean(2)
     student = softmax(0.3 * double["index_q"] @ double["index_k"].mT, mask)
     dlogit = dkl.double()[..., None] * (student - teacher)
     assert_close(result["d_index_q"], 0.3 * dlogit @ double["index_k"], 1e-4)
@@ -241,9 +243,10 @@ def test_gradients_of_the_index_equal_their_closed_form(topk, implementation):
 
 @every_implementation
 def test_a_block_that_nobody_chose_has_no_gradient_until_all_are_visible(implementation):
-    inputs = random_inputs(0, B=1)
-    rows = [[0, own] if own not in (0, 2) else [0] for own in (torch.arange(TOKENS) // BLOCK).tolist()]
-    chosen, unchosen = run(implementation, inputs, OPTIONS, block_indices=lists(*rows)), slice(2 * BLOCK, 3 * BLOCK)
+    inputs = usual_inputs(implementation, B=1, N=TOKENS)
+    table = lists(*([0, own] if own not in (0, 2) else [0] for own in (torch.arange(TOKENS) // BLOCK).tolist()),
+                  heads=inputs["index_q"].shape[1])  # fmt: skip
+    chosen, unchosen = run(implementation, inputs, OPTIONS, block_indices=table), slice(2 * BLOCK, 3 * BLOCK)
     everything = run(implementation, inputs, OPTIONS | {"topk": None})
     for name in ("dk", "dv", "d_index_k"):
         assert chosen[name][:, :, unchosen].eq(0).all() and chosen[name][:, :, :BLOCK].ne(0).any(), name
@@ -253,7 +256,7 @@ def test_a_block_that_nobody_chose_has_no_gradient_until_all_are_visible(impleme
 @every_implementation
 @every_topk
 def test_the_loss_is_real_before_any_backward(topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     with torch.no_grad():
         result = IMPLEMENTATIONS[implementation].msa_attention(*inputs.values(), topk=topk, block_size=BLOCK)
     expected = run_double(inputs, OPTIONS | {"topk": topk})
@@ -264,7 +267,7 @@ def test_the_loss_is_real_before_any_backward(topk, implementation):
 @every_implementation
 @every_topk
 def test_the_composed_call_is_the_three_operations(topk, implementation):
-    inputs, options = random_inputs(0), OPTIONS | {"topk": topk, "scale": 0.3, "index_scale": 0.1}
+    inputs, options = usual_inputs(implementation), OPTIONS | {"topk": topk, "scale": 0.3, "index_scale": 0.1}
     composed = IMPLEMENTATIONS[implementation].msa_attention(*inputs.values(), **options)
     separate = run(implementation, inputs, options)
     together = {"out": composed.out, "lse": composed.lse, "kl": composed.kl_loss, "ids": composed.block_indices}
@@ -273,7 +276,7 @@ def test_the_composed_call_is_the_three_operations(topk, implementation):
 
 @every_autograd
 def test_the_two_losses_may_be_sent_back_one_after_the_other(implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
     leaves = [tensor.requires_grad_() for tensor in inputs.values()]
     result = IMPLEMENTATIONS[implementation].msa_attention(*leaves, topk=2, block_size=16)
     result.out.sum().backward()

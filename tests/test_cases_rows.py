@@ -15,6 +15,7 @@ from cases import (
     lists,
     nan_in_new_memory,
     run_double,
+    usual_inputs,
 )  # fmt: skip
 from compare import (
     IMPLEMENTATIONS,
@@ -40,9 +41,10 @@ OWN_PACKED = [query // BLOCK if query < 40 else 3 + (query - 40) // BLOCK for qu
     ids=["first", "last", "around"],
 )  # fmt: skip
 def test_unused_slots_before_a_valid_block(order, implementation):
-    inputs = random_inputs(0)
-    alone = run_double(inputs, OPTIONS, block_indices=lists(*([own] for own in OWN), batch=2))
-    table = lists(*(order(own) for own in OWN), batch=2)
+    inputs = usual_inputs(implementation, N=TOKENS)
+    batch, heads = inputs["index_q"].shape[:2]
+    alone = run_double(inputs, OPTIONS, block_indices=lists(*([own] for own in OWN), batch=batch, heads=heads))
+    table = lists(*(order(own) for own in OWN), batch=batch, heads=heads)
     result = run(implementation, inputs, OPTIONS, block_indices=table)
     assert_same_run(result, {**alone, "ids": table}, torch.float32, implementation)
 
@@ -53,9 +55,10 @@ def test_unused_slots_before_a_valid_block(order, implementation):
     ids=["first", "last", "around"],
 )  # fmt: skip
 def test_blocks_of_an_earlier_document_before_a_valid_block(order, implementation):
-    inputs, options = random_inputs(0, B=1), OPTIONS | {"cu_seqlens": DOCUMENTS}
-    alone = run_double(inputs, options, block_indices=lists(*([own] for own in OWN_PACKED)))
-    table = lists(*(order(own) if own > 2 else [own] for own in OWN_PACKED))
+    inputs, options = usual_inputs(implementation, B=1, N=TOKENS), OPTIONS | {"cu_seqlens": DOCUMENTS}
+    heads = inputs["index_q"].shape[1]
+    alone = run_double(inputs, options, block_indices=lists(*([own] for own in OWN_PACKED), heads=heads))
+    table = lists(*(order(own) if own > 2 else [own] for own in OWN_PACKED), heads=heads)
     result = run(implementation, inputs, options, block_indices=table)
     assert_same_run(result, {**alone, "ids": table}, torch.float32, implementation)
 
@@ -63,31 +66,33 @@ def test_blocks_of_an_earlier_document_before_a_valid_block(order, implementatio
 @every_implementation
 @pytest.mark.parametrize("earlier", [[], [0, 1]], ids=["empty list", "only another document"])
 def test_a_row_with_nothing_visible_is_zero_and_disturbs_no_other(earlier, implementation):
-    inputs, options = random_inputs(0, B=1), OPTIONS | {"cu_seqlens": DOCUMENTS, "reduction": "none"}
+    inputs = usual_inputs(implementation, B=1, N=TOKENS)
+    options, heads = OPTIONS | {"cu_seqlens": DOCUMENTS, "reduction": "none"}, inputs["index_q"].shape[1]
     full = [[0, own] if 0 < own <= 2 else [own] for own in OWN_PACKED]
     row = 58
     dout, dkl = random_like(inputs["q"], 1), random_like(inputs["index_q"][..., 0], 2)
-    table = lists(*full[:row], earlier, *full[row + 1 :])
+    table = lists(*full[:row], earlier, *full[row + 1 :], heads=heads)
     result = run(implementation, inputs, options, dout, dkl, table)
     assert all(result[name][:, :, row].eq(0).all() for name in ("out", "kl", "dq", "d_index_q"))
     assert result["lse"][:, :, row].eq(-torch.inf).all()
     assert_same_run(result, run_double(inputs, options, dout, dkl, table), torch.float32, implementation)
-    before = run(implementation, inputs, options, dout, dkl, lists(*full))
+    before = run(implementation, inputs, options, dout, dkl, lists(*full, heads=heads))
     for rows in (slice(0, row), slice(row + 1, None)):
         names = ("out", "lse", "kl", "dq", "d_index_q")
         assert_equal_runs(result, before, implementation, names, rows)
     # The mean still divides by every row.
     mean = run(implementation, inputs, options | {"reduction": "mean"}, block_indices=table)["kl"]
-    assert_close(mean, result["kl"].double().sum() / (2 * TOKENS), 1e-6)
+    assert_close(mean, result["kl"].double().sum() / (heads * TOKENS), 1e-6)
 
 
 @every_implementation
 @pytest.mark.parametrize("poison", [False, True], ids=["plain", "poisoned"])
 def test_no_row_with_anything_visible(poison, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation)
+    batch, heads, tokens, _ = inputs["index_q"].shape
     with nan_in_new_memory():
         result = run(implementation, all_inside(inputs) if poison else inputs, OPTIONS,
-                     block_indices=lists(*[[]] * TOKENS, batch=2))  # fmt: skip
+                     block_indices=lists(*[[]] * tokens, batch=batch, heads=heads))  # fmt: skip
     assert result.pop("lse").eq(-torch.inf).all() and result.pop("ids").eq(-1).all()
     assert all(value.eq(0).all() for value in result.values())
 
@@ -95,13 +100,13 @@ def test_no_row_with_anything_visible(poison, implementation):
 @every_implementation
 def test_lists_of_length_0_1_and_k_with_logits_up_to_10000(implementation):
     generator = torch.Generator().manual_seed(0)
-    inputs = random_inputs(0, B=1)
+    inputs = usual_inputs(implementation, B=1, N=TOKENS)
     # Integers, so that logits up to 16 · 25² are exact in float32.
     for name in ("q", "k", "index_q", "index_k"):
         inputs[name] = torch.randint(-25, 26, inputs[name].shape, generator=generator).float()
     inputs["q"][:, :, 10] = inputs["k"][:, :1, 10] = 25
     table = lists(*([] if query % 3 == 0 else [own] if query % 3 == 1 else range(own + 1)
-                    for query, own in enumerate(OWN)))  # fmt: skip
+                    for query, own in enumerate(OWN)), heads=inputs["index_q"].shape[1])  # fmt: skip
     options = OPTIONS | {"scale": 1.0, "index_scale": 1.0, "reduction": "none"}
     reference = run_double(inputs, options, block_indices=table)
     assert reference["lse"].max() >= 1e4
@@ -182,7 +187,7 @@ def test_padding_rows_of_one_sample_do_not_poison_shared_weights(implementation)
 @pytest.mark.parametrize("rest", [float("nan"), float("inf"), 1e4])
 @pytest.mark.parametrize("topk, tokens", [(2, 2 * BLOCK + 5), (None, 2 * BLOCK + 5), (2, BLOCK + 3)])
 def test_memory_around_the_inputs_is_never_used(topk, tokens, rest, implementation):
-    inputs, options = random_inputs(0, N=tokens, Dv=8), OPTIONS | {"topk": topk, "reduction": "none"}
+    inputs, options = usual_inputs(implementation, N=tokens, Dv=8), OPTIONS | {"topk": topk, "reduction": "none"}
     dout, dkl = random_like(inputs["q"][..., :8], 1), random_like(inputs["index_q"][..., 0], 2)
     clean = run(implementation, inputs, options, dout, dkl)
     assert_same_run(clean, run_double(inputs, options, dout, dkl), torch.float32, implementation)
@@ -195,7 +200,7 @@ def test_memory_around_the_inputs_is_never_used(topk, tokens, rest, implementati
 @every_implementation
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 3, 20, TOKENS]], ids=["one document", "documents"])
 def test_garbage_behind_the_inputs_changes_no_bit_between_runs(cu_seqlens, implementation):
-    inputs, options = random_inputs(0, B=1), OPTIONS | {"cu_seqlens": cu_seqlens}
+    inputs, options = usual_inputs(implementation, B=1, N=TOKENS), OPTIONS | {"cu_seqlens": cu_seqlens}
     results = []
     for seed in (1, 2):
         garbage = 1e6 * torch.randn(1, generator=torch.Generator().manual_seed(seed)).item()
@@ -210,7 +215,7 @@ def test_garbage_behind_the_inputs_changes_no_bit_between_runs(cu_seqlens, imple
 @every_autograd
 @every_topk
 def test_the_gradient_of_memory_around_the_inputs_is_zero(topk, implementation):
-    inputs = random_inputs(0, N=2 * BLOCK + 5)
+    inputs = usual_inputs(implementation, N=2 * BLOCK + 5)
     bases = [inside(tensor)._base.requires_grad_() for tensor in inputs.values()]
     parts = [base[:, 1:-1, 5:-5, 2:-2] for base in bases]
     result = IMPLEMENTATIONS[implementation].msa_attention(*parts, topk=topk, block_size=BLOCK)
@@ -228,9 +233,10 @@ def test_a_last_block_that_is_not_full(tokens, width, implementation):
     inputs = random_inputs(0, B=1, N=tokens, H=2, Hkv=1, Hidx=1, D=width, Dv=width)
     dout = random_like(inputs["q"], 1)
     dkl = torch.tensor(float(tokens))
+    options = OPTIONS | ({"block_size": 128} if implementation == "triton" else {})
     with nan_in_new_memory():
-        result = run(implementation, all_inside(inputs), OPTIONS, inside(dout), dkl)
-    assert_same_run(result, run_double(inputs, OPTIONS, dout, dkl), torch.float32, implementation)
+        result = run(implementation, all_inside(inputs), options, inside(dout), dkl)
+    assert_same_run(result, run_double(inputs, options, dout, dkl), torch.float32, implementation)
 
 
 @every_implementation
@@ -238,9 +244,10 @@ def test_a_last_block_that_is_not_full(tokens, width, implementation):
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("tokens", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1])
 def test_lengths_around_the_block_size(tokens, scale, packed, implementation):
-    inputs = random_inputs(tokens, B=1, N=tokens, H=2, Hkv=1, Hidx=2)
+    index_heads = 1 if implementation == "triton" else 2
+    inputs = random_inputs(tokens, B=1, N=tokens, H=2, Hkv=1, Hidx=index_heads)
     options = OPTIONS | {"scale": scale, "cu_seqlens": [0, 2 * tokens // 5, tokens] if packed else None}
-    dout, dkl = random_like(inputs["q"], 1), torch.tensor(2.0 * tokens)
+    dout, dkl = random_like(inputs["q"], 1), torch.tensor(float(index_heads * tokens))
     for topk in (2, None):
         result = run(implementation, inputs, options | {"topk": topk}, dout, dkl)
         expected = run_double(inputs, options | {"topk": topk}, dout, dkl)

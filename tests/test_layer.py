@@ -233,5 +233,5 @@ def test_bad_calls_are_refused():
             module(hidden[..., :23], mode=mode)
         with pytest.raises(ValueError, match="B must be 1, got B=2"):
             module(hidden_state(batch=2), mode=mode, cu_seqlens=[0, 40])
-    with pytest.raises(NotImplementedError, match="triton"):
+    with pytest.raises(ValueError, match="for the Triton kernels, got 4"):
         layer("triton")(hidden)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import every_implementation, every_topk
+from cases import block_of, every_implementation, every_reference, every_topk, usual_inputs
 from compare import (
     GRADIENTS,
     IMPLEMENTATIONS,
@@ -22,11 +22,16 @@ NAN, INF = torch.nan, torch.inf
 OPTIONS = {"topk": 2, "block_size": 16}
 
 
-def select(implementation, scores, dtype=torch.float32, **options):
-    """The ids of the last query, for keys of the given scores."""
-    index_k = torch.tensor(scores, dtype=dtype).view(1, 1, -1, 1)
-    ids = IMPLEMENTATIONS[implementation].select_blocks(torch.ones_like(index_k), index_k, **options)
-    assert ids.dtype == torch.int32 and ids.shape == (1, 1, len(scores), options["topk"])
+def select(implementation, scores, dtype=torch.float32, *, block_size, **options):
+    """The ids of the last query, for keys of the given scores; each key is repeated to fill blocks for the kernels."""
+    repeat = block_of(implementation, block_size) // block_size
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = [repeat * offset for offset in options["cu_seqlens"]]
+    index_k = torch.tensor(scores, dtype=dtype).repeat_interleave(repeat).view(1, 1, -1, 1)
+    ids = IMPLEMENTATIONS[implementation].select_blocks(
+        torch.ones_like(index_k), index_k, block_size=repeat * block_size, **options
+    )
+    assert ids.dtype == torch.int32 and ids.shape == (1, 1, repeat * len(scores), options["topk"])
     return ids[0, 0, -1].tolist()
 
 
@@ -61,20 +66,25 @@ def select(implementation, scores, dtype=torch.float32, **options):
     ],
 )
 def test_selection_rules(scores, options, expected, implementation):
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    for dtype in dtypes[:2] if implementation == "triton" else dtypes:
         assert select(implementation, scores, dtype, block_size=2, **options) == expected
 
 
 @every_implementation
 def test_scores_are_compared_as_accumulated(implementation):
     # 256 and 257 are one bfloat16 and one float16 number apart or none at all; in float32 they differ.
-    index_q, index_k = torch.ones(1, 1, 6, 2), torch.tensor([[255.0, 1], [255, 2], [0, 0]]).repeat_interleave(2, 0)
+    size = block_of(implementation, 2)
+    index_k = torch.tensor([[255.0, 1], [255, 2], [0, 0]]).repeat_interleave(size, 0).expand(1, 1, -1, -1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         ids = IMPLEMENTATIONS[implementation].select_blocks(
-            index_q.to(dtype), index_k.to(dtype).view(1, 1, 6, 2), topk=2, block_size=2
+            torch.ones_like(index_k, dtype=dtype), index_k.to(dtype), topk=2, block_size=size
         )
         assert ids[0, 0, -1].tolist() == [1, 2]
-    # float64 is compared in float64.
+
+
+@every_reference
+def test_float64_scores_are_compared_in_float64(implementation):
     assert select(implementation, [1.0, 1 + 1e-12, 0.0], torch.float64, topk=2, block_size=1) == [1, 2]
 
 
@@ -84,29 +94,35 @@ def test_scores_are_compared_as_accumulated(implementation):
     topk=st.integers(2, 5), local_blocks=st.integers(0, 1), init_blocks=st.integers(0, 1),
     block_size=st.integers(1, 3),
 )  # fmt: skip
-def test_selections_agree_on_odd_scores(scores, **options):
-    index_k = torch.tensor(scores).view(1, 1, -1, 1)
-    expected = naive.select_blocks(torch.ones_like(index_k), index_k, **options)
+def test_selections_agree_on_odd_scores(scores, block_size, **options):
     for name, implementation in IMPLEMENTATIONS.items():
-        assert_equal(implementation.select_blocks(torch.ones_like(index_k), index_k, **options), expected, name)
+        size, repeat = (16, 8) if name == "triton" else (block_size, 1)
+        index_k = torch.tensor(scores).repeat_interleave(repeat).view(1, 1, -1, 1)
+        call = {"block_size": size, **options}
+        expected = naive.select_blocks(torch.ones_like(index_k), index_k, **call)
+        assert_equal(implementation.select_blocks(torch.ones_like(index_k), index_k, **call), expected, name)
 
 
 @every_implementation
 def test_ids_in_any_order_with_empty_rows_and_earlier_documents(implementation):
-    inputs = random_inputs(0, B=1, N=40, Dv=8)
-    place = {"block_size": 8, "cu_seqlens": [0, 13, 40]}  # blocks start at 0, 8, 13, 21, 29, 37
+    size = block_of(implementation, 8)
+    stretch = size // 8
+    inputs = random_inputs(0, B=1, N=40 * stretch, Dv=8)
+    # Blocks start at 0, 8, 13, 21, 29 and 37 times the stretch.
+    place = {"block_size": size, "cu_seqlens": [0, 13 * stretch, 40 * stretch]}
     options = {"topk": 3, "reduction": "none", **place}
     ids = naive.select_blocks(inputs["index_q"], inputs["index_k"], topk=3, **place).flip(-1)
-    ids[0, 0, 5] = -1  # nothing
-    ids[0, 1, 30] = torch.tensor([0, -1, 1])  # only blocks of the earlier document
-    ids[0, 1, 31] = torch.tensor([0, -1, 4])
-    ids[0, 0, 33] = torch.tensor([4, 2, -1])
+    empty, foreign, mixed, reverse = (row * stretch for row in (5, 30, 31, 33))
+    ids[0, 0, empty] = -1
+    ids[0, 1, foreign] = torch.tensor([0, -1, 1])  # only blocks of the earlier document
+    ids[0, 1, mixed] = torch.tensor([0, -1, 4])
+    ids[0, 0, reverse] = torch.tensor([4, 2, -1])
     dout, dkl = random_like(inputs["q"][..., :8], 1), random_like(inputs["index_q"][..., 0], 2)
     actual = run(implementation, inputs, options, dout, dkl, ids)
     reference = run_reference(inputs, options, dout, dkl, ids)
     for name in ("out", "lse", "kl", *GRADIENTS):
         assert_close(actual[name], reference[name], 1e-5, name)
-    for head, row in ((0, 5), (1, 30)):
+    for head, row in ((0, empty), (1, foreign)):
         heads = slice(3 * head, 3 * head + 3)
         assert (actual["lse"][0, heads, row] == -INF).all() and actual["kl"][0, head, row] == 0
         for name in ("out", "dq"):
@@ -120,7 +136,7 @@ def test_ids_in_any_order_with_empty_rows_and_earlier_documents(implementation):
 @every_topk
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_nan_in_one_query_stays_in_its_row(topk, implementation):
-    inputs = random_inputs(0)
+    inputs = usual_inputs(implementation, B=2, N=77)
     inputs["index_q"][..., 0] += 0.25
     options = OPTIONS | {"topk": topk, "reduction": "none"}
     before = run(implementation, inputs, options)
@@ -144,7 +160,7 @@ def test_nan_in_one_query_stays_in_its_row(topk, implementation):
 @every_implementation
 @every_topk
 def test_the_same_call_gives_the_same_bits(topk, implementation):
-    inputs = random_inputs(0, B=1)
+    inputs = usual_inputs(implementation, B=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

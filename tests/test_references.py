@@ -1,12 +1,19 @@
 """The three reference implementations against each other and against float64, one row at a time."""
 
 import functools
-import random
 
 import numpy as np
 import pytest
 import torch
-from cases import every_implementation, every_topk
+from cases import (
+    every_implementation,
+    every_reference,
+    every_topk,
+    plain_attention,
+    random_call,
+    selected_tokens,
+    usual_inputs,
+)
 from compare import (
     GRADIENTS,
     INPUTS,
@@ -24,40 +31,16 @@ from msa_ref import naive
 from msa_ref.inputs import toy_problem
 
 DRAWS = 64
-HEADS = [
-    (6, 2, 2, 1), (6, 2, 6, 1), (6, 2, 6, 2), (6, 6, 6, 1), (4, 1, 1, 1), (1, 1, 1, 1), (4, 2, 4, 4), (5, 1, 5, 1),
-    (14, 2, 2, 2),
-]  # fmt: skip
-WIDTHS = (8, 16, 32, 64, 80, 100)
 
 
 @functools.cache
 def draw(seed):
     """Random sizes and options; float32 numbers, their upstream gradients, and the float64 result."""
-    pick = random.Random(seed)
-    heads = dict(zip(("H", "Hkv", "Hidx", "Hik"), HEADS[seed % len(HEADS)], strict=True))
-    widths = dict(zip(("D", "Dv", "Di"), pick.sample(WIDTHS, 3), strict=True))
-    block_size = pick.choice((1, 3, 4, 8, 16))
-    tokens = pick.randint(1, 5 * block_size)
-    packed = seed % 3 == 0
-    local, init = pick.choice(((1, 0), (1, 0), (2, 0), (1, 1), (0, 0), (0, 2), (2, 1)))
-    options = {
-        "topk": None if seed % 5 == 0 else max(1, local + init) + pick.randint(0, 3),
-        "block_size": block_size, "local_blocks": local, "init_blocks": init,
-        "scale": pick.choice((None, 0.05, 1.0)), "index_scale": pick.choice((None, 0.3)),
-        "reduction": pick.choice(("mean", "none")),
-    }  # fmt: skip
-    if packed:  # repeated offsets are empty documents
-        options["cu_seqlens"] = sorted([0, 0, tokens, *(pick.randint(0, tokens) for _ in range(3))])
-    inputs = random_inputs(seed, B=1 if packed else pick.randint(1, 3), N=tokens, **heads, **widths)
-    dout = random_like(inputs["q"][..., :1].expand(-1, -1, -1, widths["Dv"]), seed + 1000)
-    dkl = random_like(inputs["index_q"][..., 0], seed + 2000)
-    if options["reduction"] == "mean":
-        dkl = torch.tensor(float(dkl.numel()))  # gradients as large as those of a sum
+    inputs, options, dout, dkl = random_call(seed)
     return inputs, options, dout, dkl, run_reference(inputs, options, dout, dkl)
 
 
-@every_implementation
+@every_reference
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_random_draws_agree_with_float64(seed, implementation):
     inputs, options, dout, dkl, reference = draw(seed)
@@ -82,10 +65,10 @@ def test_random_draws_cover_every_feature():
 @every_topk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_within_the_error_of_a_plain_version(dtype, topk, implementation):
-    inputs = random_inputs(0, N=77, Dv=32, Di=8, dtype=dtype)
+    inputs = usual_inputs(implementation, N=77, Dv=32, Di=8, dtype=dtype)
     options = {"topk": topk, "block_size": 16}
     dout = random_like(inputs["q"][..., :1].expand(-1, -1, -1, 32), 1)
-    dkl = torch.tensor(2.0 * 2 * 77)
+    dkl = torch.tensor(float(inputs["index_q"][..., 0].numel()))
     reference = run_reference(inputs, options, dout, dkl)
     actual = run(implementation, inputs, options, dout, dkl)
     assert_same_run(actual, reference, dtype, f"{implementation}, {dtype}:")
@@ -99,24 +82,7 @@ def test_low_precision_stays_within_the_error_of_a_plain_version(dtype, topk, im
         assert_error_budget(actual[name], value, reference[name], f"{implementation}, {dtype}: {name}")
 
 
-def selected_tokens(ids, q, block_size):
-    """[B, H, N, N] mask of an unpacked call, from its definition."""
-    token = torch.arange(q.shape[2])
-    visible = token <= token[:, None]
-    if ids is None:
-        return visible.expand(*q.shape[:2], -1, -1)
-    chosen = (token[:, None] // block_size == ids[..., None, :]).any(-1)
-    return (chosen & visible).repeat_interleave(q.shape[1] // ids.shape[1], dim=1)
-
-
-def plain_attention(q, k, v, mask):
-    """Every intermediate in the dtype of the inputs."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-    logit = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-    return torch.softmax(logit, -1) @ v
-
-
-@every_implementation
+@every_reference
 def test_toy_numbers_of_the_specification(implementation):
     toy, options = toy_problem(), {"topk": 3, "block_size": 2}
     result = run(implementation, toy, options, toy["dout"])

@@ -1,0 +1,241 @@
+"""The operators and the layer with backend="triton": autograd, `torch.compile`, autocast, and what they refuse."""
+
+from functools import partial
+
+import compare
+import pytest
+import torch
+
+import msa_triton
+from msa_triton import MSAttention, attention, index_kl_loss, msa_attention, select_blocks, sparse_attention
+
+pytest.importorskip("triton")
+
+SMALL = dict(B=1, N=20, H=2, Hkv=1, Hidx=1, D=8, Dv=4, Di=8)
+TWO_HEADS = SMALL | dict(Hkv=2, Hidx=2, Hik=2)  # where one head is all, its stride says nothing
+OPTIONS = {"topk": 2, "block_size": 16, "backend": "triton"}
+
+
+def leaves(seed=0, **sizes):
+    return [tensor.requires_grad_() for tensor in compare.random_inputs(seed, **{**SMALL, **sizes}).values()]
+
+
+def gradients(function, tensors, **options):
+    """out, kl and the five gradients of one call of msa_attention or of a compiled version of it."""
+    result = function(*tensors, **options)
+    upstream = compare.random_like(result.out, 9), compare.random_like(result.kl_loss, 8)
+    return [result.out, result.kl_loss, *torch.autograd.grad(result[:2], tensors, upstream)]
+
+
+def assert_all_equal(actual, expected, label=""):
+    for name, left, right in zip(("out", "kl", *compare.GRADIENTS), actual, expected, strict=True):
+        compare.assert_equal(left, right, f"{label} {name}")
+
+
+# Operators
+
+
+def transposed(inputs):
+    return {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in inputs.items()}
+
+
+LAYOUTS = {
+    "contiguous": (compare.random_inputs(3, **SMALL, dtype=torch.float16), None, compare.INPUTS),
+    "transposed": (transposed(compare.random_inputs(3, **TWO_HEADS)), None, ("k", "index_q")),
+    "documents": (
+        compare.random_inputs(4, **SMALL, dtype=torch.bfloat16),
+        torch.tensor([0, 3, 3, 20]),
+        ("v", "index_k"),
+    ),
+    "no gradients": (compare.random_inputs(5, **SMALL), None, ()),
+}
+
+
+@pytest.mark.parametrize("layout, schedule", [
+    ("contiguous", "query"), ("transposed", "key"), ("transposed", "dense"), ("documents", "query"),
+    ("no gradients", "dense"),
+])  # fmt: skip
+def test_opcheck(layout, schedule):
+    inputs, cu_seqlens, wants = LAYOUTS[layout]
+    tensors = [inputs[name].detach().requires_grad_(name in wants) for name in compare.INPUTS]
+    q, k, v, index_q, index_k = tensors
+    ids, chosen = None, "auto"
+    if schedule != "dense":
+        chosen = schedule
+        torch.library.opcheck(attention._select_op, (index_q, index_k, cu_seqlens, 2, 16, 1, 0, "triton"))
+        ids = select_blocks(index_q, index_k, cu_seqlens=cu_seqlens, **OPTIONS)
+    attend, align = (ids, cu_seqlens, 16, 0.25, "triton"), (ids, cu_seqlens, 16, 0.25, 0.2, "triton")
+    torch.library.opcheck(attention._attention_op, (q, k, v, *attend, chosen))
+    with torch.no_grad():
+        out, lse = attention._attention_op(q, k, v, *attend, chosen)
+    if schedule != "key":  # the rest is the same with either schedule
+        torch.library.opcheck(attention._index_loss_op, (q, k, lse, index_q, index_k, *align))
+        # The backward operators cannot be differentiated, so they are checked as autograd calls them.
+        check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+        q, k, v, index_q, index_k = (tensor.detach() for tensor in tensors)
+        dout, dkl = compare.random_like(out, 5).mT.contiguous().mT, lse.new_ones(()).expand(index_q.shape[:3])
+        check(attention._attention_backward_op, (dout, q, k, v, out, lse, *attend))
+        check(attention._index_loss_backward_op, (dkl, q, k, lse, index_q, index_k, *align))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_outputs_are_contiguous_and_of_the_documented_dtype(dtype):
+    inputs = transposed(compare.random_inputs(5, **TWO_HEADS, dtype=dtype))
+    for schedule in ("query", "key"):
+        result = compare.run(compare.with_backend("triton", schedule=schedule), inputs, {"topk": 2, "block_size": 16})
+        assert all(tensor.is_contiguous() for tensor in result.values())
+        expected = dict.fromkeys(("out", *compare.GRADIENTS), dtype)
+        expected |= {"lse": torch.float32, "kl": torch.float32, "ids": torch.int32}
+        assert {name: tensor.dtype for name, tensor in result.items()} == expected
+
+
+@pytest.mark.parametrize("topk, cu_seqlens", [(2, None), (2, torch.tensor([0, 5, 20])), (None, None)])
+def test_compiled_equals_eager(topk, cu_seqlens):
+    options = {**OPTIONS, "topk": topk, "cu_seqlens": cu_seqlens}
+    torch._dynamo.reset()
+    compiled = torch.compile(msa_attention, fullgraph=True, backend="aot_eager")
+    assert_all_equal(gradients(compiled, leaves(), **options), gradients(msa_attention, leaves(), **options))
+
+
+@pytest.mark.parametrize("schedule", ["query", "key"])
+def test_compiled_operations_that_take_ids(schedule):
+    def operations(q, k, v, index_q, index_k, ids):
+        shared = {"block_size": 16, "backend": "triton"}
+        out, lse = sparse_attention(q, k, v, ids, schedule=schedule, **shared)
+        return out, index_kl_loss(q, k, lse, index_q, index_k, ids, reduction="none", **shared), lse
+
+    torch._dynamo.reset()
+    tensors = leaves()
+    ids = select_blocks(*tensors[3:], **OPTIONS)
+    compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")
+    for left, right in zip(compiled(*tensors, ids), operations(*tensors, ids), strict=True):
+        compare.assert_equal(left, right)
+
+
+@pytest.mark.parametrize("output, wanted", [("out", 0), ("out", 2), ("kl_loss", 3), ("kl_loss", 4)])
+def test_second_derivative_is_refused(output, wanted):
+    tensors = leaves()
+    loss = getattr(msa_attention(*tensors, **OPTIONS), output).sum()
+    (first,) = torch.autograd.grad(loss, tensors[wanted], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad((first * tensors[wanted]).sum(), tensors[wanted])
+
+
+def test_each_output_trains_its_own_branch():
+    tensors = leaves()
+    result = msa_attention(*tensors, **OPTIONS)
+    assert not result.lse.requires_grad and not result.block_indices.requires_grad
+    found = torch.autograd.grad(result.out.sum(), tensors, retain_graph=True, allow_unused=True)
+    assert [gradient is not None for gradient in found] == [True, True, True, False, False]
+    found = torch.autograd.grad(result.kl_loss, tensors, allow_unused=True)
+    assert [gradient is not None for gradient in found] == [False, False, False, True, True]
+
+
+def test_autocast_does_not_reach_into_the_operators():
+    expected = gradients(msa_attention, leaves(), **OPTIONS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_all_equal(gradients(msa_attention, leaves(), **OPTIONS), expected)
+
+
+# The layer
+
+
+def train(module, hidden, mode, cu_seqlens=None):
+    """Output, KL, and the gradients of the hidden state and of every parameter, by name."""
+    hidden = hidden.clone().requires_grad_()
+    module.zero_grad()
+    out, kl_loss = module(hidden, mode=mode, cu_seqlens=cu_seqlens)
+    ((out * compare.random_like(out, 1)).sum() + kl_loss).backward()
+    parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"out": out, "kl": kl_loss, "hidden": hidden.grad, **parameters}
+
+
+def layer(backend):
+    torch.manual_seed(0)
+    sizes = dict(heads=4, kv_heads=2, index_heads=2, head_width=6, value_width=5, index_width=4)
+    return MSAttention(24, **sizes, block_size=16, topk=2, backend=backend)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "warm-up"])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 5, 37]])
+def test_layer_equals_the_blockwise_layer(mode, cu_seqlens):
+    hidden = torch.randn(1, 37, 24, generator=torch.Generator().manual_seed(1))
+    actual, expected = (train(layer(backend), hidden, mode, cu_seqlens) for backend in ("triton", "torch"))
+    assert actual.keys() == expected.keys() and all(value is not None for value in expected.values())
+    for name in expected:
+        compare.assert_close(actual[name], expected[name], 1e-4, name)
+    assert float(expected["kl"].detach()) > 1e-3
+
+
+def test_layer_under_autocast():
+    hidden = torch.randn(1, 37, 24, generator=torch.Generator().manual_seed(1))
+    expected = train(layer("torch"), hidden, "sparse")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = train(layer("triton"), hidden, "sparse")
+    assert actual["out"].dtype == torch.bfloat16 and actual["kl"].dtype == torch.float32
+    for name, parameter in layer("triton").named_parameters():
+        assert actual[name].dtype == parameter.dtype
+    # The selection may differ where scores are close, so only the size of the output is compared.
+    compare.assert_close(actual["out"].float().norm(), expected["out"].norm(), 0.2)
+
+
+def test_layer_with_another_selection():
+    hidden = torch.randn(1, 37, 24, generator=torch.Generator().manual_seed(1))
+    module = layer("triton")
+    own, by_hand = (module(hidden, select=select)[0] for select in (None, partial(select_blocks, backend="torch")))
+    compare.assert_close(by_hand, own, 1e-5)
+
+
+# Bad input
+
+
+def refusals():
+    """error, message, call"""
+    q, k, v, index_q, index_k = inputs = leaves()
+    double = [tensor.detach().double() for tensor in inputs]
+    listed = "q float64, k float64, v float64"
+    yield (
+        TypeError,
+        rf"must be one of float16, bfloat16, float32, got {listed}",
+        sparse_attention,
+        (*double[:3], None),
+        {},
+    )
+    yield TypeError, "must be one of .* got index_q float64, index_k float64", select_blocks, double[3:], {"topk": 2}
+    yield TypeError, "must be one of .* got index_q float64", msa_attention, double, {"topk": 2}
+    for block_size in (24, 256, 8, 1):
+        message = rf"block_size must be one of \(16, 32, 64, 128\) for the Triton kernels, got {block_size}"
+        for call, tensors in ((msa_attention, inputs), (select_blocks, inputs[3:])):
+            yield ValueError, message, call, tensors, {"topk": 2, "block_size": block_size}
+    meta = [tensor.to("meta") for tensor in inputs]
+    mixed = [q, meta[1], v, index_q, index_k]
+    yield ValueError, "one device, got q cpu, k meta, v cpu", sparse_attention, (*mixed[:3], None), {}
+    yield ValueError, "one device, got index_q cpu, index_k meta", select_blocks, (index_q, meta[4]), {"topk": 2}
+    yield ValueError, "one device, got q cpu, k meta", msa_attention, mixed, {"topk": None}
+    yield ValueError, "must hold data, got q meta, k meta, v meta", sparse_attention, (*meta[:3], None), {}
+    yield TypeError, "share one dtype, got q float32, k float16", sparse_attention, (q, k.half(), v, None), {}
+    kinds = r"schedule must be one of \('auto', 'query', 'key'\), got 'keys'"
+    yield ValueError, kinds, sparse_attention, (q, k, v, None), {"schedule": "keys"}
+    yield ValueError, 'schedule="key" needs block_indices', sparse_attention, (q, k, v, None), {"schedule": "key"}
+    torch_only = {"schedule": "query", "backend": "torch"}
+    yield ValueError, "schedule='query' is for the kernels", sparse_attention, (q, k, v, None), torch_only
+    yield ValueError, "topk must be at least 1, got 0", select_blocks, (index_q, index_k), {"topk": 0}
+
+
+@pytest.mark.parametrize("error, message, call, tensors, options", list(refusals()), ids=lambda value: str(value)[:24])
+def test_bad_arguments_are_refused_before_any_work(monkeypatch, error, message, call, tensors, options):
+    kernels = msa_triton.backend.module_of("triton", torch.device("cpu"))
+    for name in ("select_forward", "attention_forward", "index_loss_forward"):
+        monkeypatch.setattr(kernels, name, None)
+    with pytest.raises(error, match=message):
+        call(*tensors, **{"block_size": 16, "backend": "triton", **options})
+
+
+def test_ids_of_the_user_are_checked():
+    q, k, v, index_q, index_k = leaves()
+    ids = select_blocks(index_q, index_k, **OPTIONS)
+    ids[0, 0, 3, 1] = 1
+    lse = q.detach().sum(-1)
+    for call in (partial(sparse_attention, q, k, v), partial(index_kl_loss, q, k, lse, index_q, index_k)):
+        with pytest.raises(ValueError, match=r"block_indices\[0, 0, 3\] names block 1, which is in the future"):
+            call(ids, block_size=16, backend="triton")
