@@ -99,6 +99,7 @@ class BlockGeometry:
     def __init__(self, tokens: int, block_size: int, cu_seqlens=None):
         block_size = min(block_size, tokens)
         self.tokens, self.block_size = tokens, block_size
+        self._copies = {}
         self.document_start = _document_start(tokens, cu_seqlens)
         lengths = self.document_start.diff()
         blocks = (lengths + block_size - 1) // block_size
@@ -119,6 +120,12 @@ class BlockGeometry:
     @cached_property
     def first_block(self) -> torch.Tensor:
         return self._document_block[:-1].repeat_interleave(self.document_start.diff())
+
+    def on(self, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """block_start, block_of and first_block on a device; copied there once."""
+        if device not in self._copies:
+            self._copies[device] = tuple(at.to(device) for at in (self.block_start, self.block_of, self.first_block))
+        return self._copies[device]
 
     def visible_blocks(self, device=None) -> torch.Tensor:
         """[N, NB] bool: query i (row) sees a token of block b (column)."""

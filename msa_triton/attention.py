@@ -36,7 +36,7 @@ def select_blocks(
         cu_seqlens: None, or document offsets 0 = c0 <= c1 <= ... = N (B = 1), a list of ints or an int tensor.
         backend: "triton" is the kernels, which take no float64, and block sizes 16, 32, 64 and 128; CPU tensors go
             through Triton's interpreter, which is for study and tests. "torch" is blockwise PyTorch. "auto" is "triton"
-            for tensors on a GPU, "torch" for those on the CPU.
+            for tensors on a GPU where Triton is installed, "torch" for others.
 
     Returns:
         int32 [B, Hidx, N, topk]: ids in ascending order, then -1.
@@ -62,7 +62,11 @@ def sparse_attention(
     """Causal softmax attention over the visible tokens of the listed blocks (SPEC 4).
 
     On CPU tensors the values of block_indices are checked. On a GPU they are not, because the check would wait for the
-    device (nor while `torch.compile` traces); there, call `validate_block_indices` when in doubt.
+    device (nor while `torch.compile` traces); there, call `validate_block_indices` when in doubt: an id listed twice
+    counts once or twice, and gradients need not match the output.
+
+    Inputs must be finite: 0 * inf spoils rows that do not see the token. In float16 the kernels round dS to float16, so
+    that gradients beyond its range need a smaller loss scale, or bfloat16.
 
     Args:
         q: [B, H, N, D], k: [B, Hkv, N, D], v: [B, Hkv, N, Dv], one floating-point dtype, any strides.
@@ -125,7 +129,8 @@ def msa_attention(
     """MiniMax Sparse Attention: selects blocks, attends to them, and aligns the index branch (SPEC 6; P Alg. 1).
 
     The selection itself passes no gradient: out is differentiable in q, k and v, and kl_loss alone trains index_q and
-    index_k. Minimise L_LM + lambda * (sum over layers of kl_loss).
+    index_k. Minimise L_LM + lambda * (sum over layers of kl_loss). The KL is always computed; for evaluation without it
+    call `select_blocks` and `sparse_attention`. Nothing is cast under autocast. Inputs must be finite.
 
     Args:
         q: [B, H, N, D], k: [B, Hkv, N, D], v: [B, Hkv, N, Dv], index_q: [B, Hidx, N, Di], index_k: [B, Hik, N, Di], one
@@ -156,7 +161,7 @@ def _sparse_attention(q, k, v, block_indices, *, block_size, scale, cu_seqlens, 
         q=q, k=k, v=v, block_indices=block_indices, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
         kernel=backend == "triton",
     )  # fmt: skip
-    _check_backend(backend, problem.device)
+    _check_backend(backend, problem.device, scale=problem.scale)
     _check_schedule(schedule, backend, block_indices)
     _check_ids(check, block_indices, block_size, cu_seqlens)
     _refuse_tangents(q, k, v)
@@ -171,7 +176,7 @@ def _index_kl_loss(
         q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, block_indices=block_indices, block_size=block_size,
         scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction, kernel=backend == "triton",
     )  # fmt: skip
-    _check_backend(backend, problem.device)
+    _check_backend(backend, problem.device, scale=problem.scale, index_scale=problem.index_scale)
     _check_ids(check, block_indices, block_size, cu_seqlens)
     _refuse_tangents(index_q, index_k)
     kl = _index_loss_op(
@@ -190,10 +195,19 @@ def _check_schedule(schedule: str, backend: str, block_indices: Tensor | None) -
         raise ValueError('schedule="key" needs block_indices: partial results of dense attention grow with N squared')
 
 
-def _check_backend(backend: str, device: torch.device) -> None:
-    """Refuses a backend that cannot run here; a call that `torch.compile` traces is refused when it runs."""
-    if not torch.compiler.is_compiling():
-        module_of(backend, device)
+def _check_backend(backend: str, device: torch.device, **scales: float) -> None:
+    """Refuses what a backend cannot run here; a call that `torch.compile` traces is refused when it runs."""
+    if torch.compiler.is_compiling():
+        return
+    module_of(backend, device)
+    for name, scale in scales.items():
+        if backend == "triton" and not 1e-30 <= scale <= 1e30:
+            raise ValueError(f"{name} must be from 1e-30 to 1e30 for the Triton kernels, got {scale}")
+
+
+def _check_upstream(name: str, gradient: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if gradient.shape != shape or gradient.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {tuple(shape)}, got {gradient.dtype} {tuple(gradient.shape)}")
 
 
 def _check_ids(check: bool, block_indices: Tensor | None, block_size: int, cu_seqlens) -> None:
@@ -244,6 +258,7 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
     with _call(backend, cu_seqlens, q=q, k=k, v=v, **options) as (module, problem, geometry):
+        _check_schedule(schedule, backend, block_indices)
         chosen = {"schedule": schedule} if backend == "triton" else {}
         return module.attention_forward(q, k, v, block_indices, problem, geometry, **chosen)
 
@@ -260,6 +275,7 @@ def _attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale)
     with _call(backend, cu_seqlens, q=q, k=k, v=v, lse=lse, **options) as (module, problem, geometry):
+        _check_upstream("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype)
         return module.attention_backward(dout, q, k, v, out, lse, block_indices, problem, geometry)
 
 
@@ -292,6 +308,7 @@ def _index_loss_backward_op(
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
     with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
         module, problem, geometry = call
+        _check_upstream("dkl", dkl, index_q.shape[:3], problem.accumulator)
         return module.index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem, geometry)
 
 

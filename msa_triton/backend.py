@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import warnings
 from functools import cache
 from types import ModuleType
 
@@ -52,11 +53,18 @@ def module_of(backend: str, device: torch.device) -> ModuleType:
     """
     if backend == "torch":
         return blockwise
+    if backend != "triton":
+        raise ValueError(f'an operator runs "torch" or "triton", got backend {backend!r}')
     kernels, interpreted = _kernels()
     if device.type == "cpu" and not interpreted:
         raise ValueError(
             'backend="triton" cannot take tensors on the CPU here: Triton compiles for a GPU. Set TRITON_INTERPRET=1 in'
             ' the environment before triton is first imported to run the kernels in its interpreter, or use "torch"'
+        )
+    if device.type != "cpu" and interpreted:
+        warnings.warn(
+            "TRITON_INTERPRET is set: kernels for tensors on a GPU run in Triton's interpreter, which is slow",
+            stacklevel=2,
         )
     return kernels
 

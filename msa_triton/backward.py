@@ -154,7 +154,10 @@ def dq_kernel(
     row_delta = tl.load(delta + row, mask=valid, other=0.0)
     k += batch * k_strides[0] + index_head // KV_SHARE * k_strides[1]
     v += batch * v_strides[0] + index_head // KV_SHARE * v_strides[1]
-    listed, union = load_ids(ids, unions, union_size, pair, tile, query, valid, N, SLOTS, SLOTS_PAD, BQ)
+    listed, union = ids, unions
+    if ids is not None:
+        listed = load_ids(ids, pair, query, valid, N, SLOTS, SLOTS_PAD)  # [rows, SLOTS]
+        union += (pair * tl.cdiv(N, BQ) + tile) * union_size
 
     dq_tile = tl.zeros((BQ * BH, D_PAD), tl.float32)
     begin, end = walk(tile, union, block_of, first_block, N, BLOCK, BQ)
@@ -213,9 +216,9 @@ def dkdv_kernel(
         row_log_total = tl.load(log_total + row, mask=valid, other=0.0)
         seen = visible_keys(query, block, valid, None, block, start, stop)
         logits = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # [BN, BQ * BH]
-        if tl.min(seen, 0) < BN:
-            logits = tl.where(tl.arange(0, BN)[:, None] < seen[None, :], logits, float("-inf"))
         p = tl.exp2((logits - row_shift[None, :]) * scale_log2 - row_log_total[None, :])
+        if tl.min(seen, 0) < BN:
+            p = tl.where(tl.arange(0, BN)[:, None] < seen[None, :], p, 0.0)
         dv_tile = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
         row_delta = tl.load(delta + row, mask=valid, other=0.0)
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee")  # [BN, BQ * BH]

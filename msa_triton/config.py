@@ -61,13 +61,22 @@ CANDIDATES = {
     "index_key": (Tile(32, 128, 8, 2), Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)),
 }
 SMALLEST = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))  # for wide heads
+# float32 products take no matrix instruction, and registers for their operands.
+FLOAT32 = {
+    "select": Tile(32, 128, 8, 2), "forward_query": Tile(64, 32, 8, 2), "forward_key": Tile(16, 128, 8, 1),
+    "normalizer": Tile(32, 32, 8, 2), "dq": Tile(64, 32, 8, 2), "dkdv": Tile(16, 32, 8, 1),
+    "index_query": Tile(64, 32, 8, 1), "index_key": Tile(16, 32, 8, 1),
+}  # fmt: skip
 # Where the first candidate that fits the shared memory needs more registers than the target has.
 FIRST = {
     "sm_80": {
         "forward_query": Tile(64, 64, 4, 2), "dkdv": Tile(64, 64, 8, 2), "index_query": Tile(256, 32, 8, 2),
     },
     "sm_100": {"forward_query": Tile(128, 64, 8, 2), "index_query": Tile(256, 32, 8, 2)},
-    "sm_120": {"forward_query": Tile(64, 64, 4, 2), "select": Tile(64, 128, 4, 2), "dkdv": Tile(64, 64, 8, 2)},
+    "sm_120": {
+        "forward_query": Tile(64, 64, 4, 2), "select": Tile(64, 128, 4, 2), "dkdv": Tile(64, 64, 8, 2),
+        "index_query": Tile(256, 32, 8, 1),
+    },
     "gfx942": {"dkdv": Tile(32, 64, 4, 1), "index_key": Tile(32, 64, 4, 1)},
     "gfx950": {
         "forward_query": Tile(64, 64, 4, 2), "forward_key": Tile(64, 128, 4, 1), "dq": Tile(64, 64, 4, 2),
@@ -96,7 +105,7 @@ def choose_tile(kernel: str, target: str, element_size: int, *, block: int, row_
     if target == "interpreter":
         return replace(INTERPRETER, keys=block)
     limit = SHARED_LIMIT.get(target, SMALLEST_LIMIT)
-    first = FIRST.get(target, {}).get(kernel)
+    first = (FLOAT32 if element_size == 4 else FIRST.get(target, {})).get(kernel)
     fitting = []
     for tile in ((first,) if first else ()) + CANDIDATES[kernel] + SMALLEST:
         tile = replace(tile, keys=block if kernel == "forward_key" else min(tile.keys, block))

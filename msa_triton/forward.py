@@ -100,8 +100,8 @@ def key_major(q, k, v, ids, out, lse, problem: Problem, geometry: BlockGeometry)
         work = reverse_tasks(part, geometry.blocks)
         rows = (*part.shape, share)
         partial = q.new_empty(*rows, problem.value_width)
-        largest = q.new_full(rows, -torch.inf, dtype=torch.float32)  # what it stays where a slot is not used
-        total = q.new_empty(rows, dtype=torch.float32)
+        largest = q.new_full(rows, -torch.inf, dtype=torch.float32)  # with a total of 0: a slot that is not used
+        total = q.new_zeros(rows, dtype=torch.float32)
         launch(
             forward_key_kernel, work.tasks.shape[1] * chunks * len(ids), q, k, v, work.edges, work.tasks, block_start,
             partial, largest, total, q.stride(), k.stride(), v.stride(), problem.tokens, problem.index_heads, start,
@@ -132,7 +132,10 @@ def forward_query_kernel(
     q_tile = load_rows(q, q_row, valid, q_strides[3], D, D_PAD)  # [BQ * BH, D]
     k += batch * k_strides[0] + index_head // KV_SHARE * k_strides[1]
     v += batch * v_strides[0] + index_head // KV_SHARE * v_strides[1]
-    listed, union = load_ids(ids, unions, union_size, pair, tile, query, valid, N, SLOTS, SLOTS_PAD, BQ)
+    listed, union = ids, unions
+    if ids is not None:
+        listed = load_ids(ids, pair, query, valid, N, SLOTS, SLOTS_PAD)  # [rows, SLOTS]
+        union += (pair * tl.cdiv(N, BQ) + tile) * union_size
 
     mixed = tl.zeros((BQ * BH, DV_PAD), tl.float32)
     largest = tl.full((BQ * BH,), float("-inf"), tl.float32)
@@ -218,9 +221,8 @@ def combine_kernel(
     for slot in range(SLOTS):
         row = first + slot * R
         one = tl.load(partial_largest + row, mask=valid, other=float("-inf"))
-        used = valid & (one != float("-inf"))
-        weight = tl.load(partial_total + row, mask=used, other=0.0) * tl.exp2((one - shift) * scale_log2)
-        value = load_rows(partial, row * DV, used, 1, DV, DV_PAD)  # [BQ * BH, DV]
+        weight = tl.load(partial_total + row, mask=valid, other=0.0) * tl.exp2((one - shift) * scale_log2)
+        value = load_rows(partial, row * DV, valid & (weight != 0), 1, DV, DV_PAD)  # [BQ * BH, DV]
         mixed += weight[:, None] * value.to(tl.float32)
         total += weight
 

@@ -34,6 +34,8 @@ from msa_triton.tiles import (
     walk,
 )  # fmt: skip
 
+MANY = tl.constexpr(512)  # edges at a time where only their upstream gradients are read
+
 
 def index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry):
     """KL [B, Hidx, N] float32 of validated tensors."""
@@ -50,15 +52,11 @@ def index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem
     q, k, index_q, index_k = computable(q, k, index_q, index_k)
     ids = visible_ids(block_indices, geometry)
     rows = normalizer(q, k, lse, ids, problem, geometry)
-    dkl = dkl.float().contiguous()
-    largest = dkl.abs().amax((1, 2), keepdim=True)  # of a batch row: rows must not change each other's rounding
-    # Between 0 and 1 the products of student - teacher with it are exact enough in float16; 0 stays 0.
-    share = dkl / largest.where(largest > 0, 1)
-    dindex_q = torch.empty(index_q.shape, dtype=torch.float32, device=q.device)
+    dkl, dindex_q = dkl.float().contiguous(), index_q.new_empty(index_q.shape)
     student = [torch.empty(dkl.shape, dtype=torch.float32, device=q.device) for _ in range(2)]
     _query_major(q, k, index_q, index_k, rows, ids, problem, geometry, dkl=dkl, dindex_q=dindex_q, student=student)
-    dindex_k = _key_major(q, k, index_q, index_k, rows, (*student, share), ids, problem, geometry)
-    return dindex_q.to(problem.dtype), (dindex_k * largest[..., None]).to(problem.dtype)
+    dindex_k = _key_major(q, k, index_q, index_k, rows, (*student, dkl), ids, problem, geometry)
+    return dindex_q.to(problem.dtype), dindex_k.to(problem.dtype)
 
 
 def _sizes(problem: Problem) -> dict[str, int]:
@@ -87,13 +85,13 @@ def _query_major(
 
 
 def _key_major(q, k, index_q, index_k, rows, student, ids, problem: Problem, geometry: BlockGeometry) -> torch.Tensor:
-    """d index_k [B, Hik, N, Di] float32; student: its shift and log_total, and the upstream gradient."""
+    """d index_k [B, Hik, N, Di]; student: its shift and log_total, and the upstream gradient."""
     sizes, block = _sizes(problem), problem.block_size
     width = sizes["D_PAD"] + sizes["DI_PAD"]
     tile = choose_tile("index_key", target_of(q), q.element_size(), block=block, row_width=width, key_width=width)
     work, (block_start, _, _) = key_tasks(ids, geometry, q.device), place(geometry, q.device)
     task_count, share = work.tasks.shape[1], problem.index_group
-    dindex_k = torch.empty(index_k.shape, dtype=torch.float32, device=q.device)
+    dindex_k = index_k.new_empty(index_k.shape)
     task_bytes = 4 * block * problem.index_width
     for start, stop in ranges(problem.batch * problem.index_key_heads, share * task_count * task_bytes):
         partials = (stop - start) * share * task_count
@@ -148,7 +146,10 @@ def index_query_kernel(
     index_tile = load_rows(index_q, index_row, valid, index_q_strides[3], DI, DI_PAD)  # [BQ, DI]
     k += batch * k_strides[0] + index_head // KV_SHARE * k_strides[1]
     index_k += batch * index_k_strides[0] + index_head // KEY_SHARE * index_k_strides[1]
-    listed, union = load_ids(ids, unions, union_size, pair, tile, query, valid, N, SLOTS, SLOTS_PAD, BQ)
+    listed, union = ids, unions
+    if ids is not None:
+        listed = load_ids(ids, pair, query, valid, N, SLOTS, SLOTS_PAD)  # [rows, SLOTS]
+        union += (pair * tl.cdiv(N, BQ) + tile) * union_size
     begin, end = walk(tile, union, block_of, first_block, N, BLOCK, BQ)
 
     largest = tl.full((BQ,), float("-inf"), tl.float32)
@@ -214,6 +215,7 @@ def index_key_kernel(
     """What a task adds to d index_k (without the scale) of BN keys of its block: BQ queries at a time, head by head.
 
     The teacher is subtracted from the student where that stands: a tile of its own would not fit the registers.
+    Upstream gradients, about 1 / (B * Hidx * N) each, would vanish in float16: the largest of the task divides them.
     """
     piece, task, _, pair = task_program(task_count, 1, BLOCK // BN)
     pair += first_pair
@@ -228,6 +230,13 @@ def index_key_kernel(
     index_k += batch * index_k_strides[0] + index_head // KEY_SHARE * index_k_strides[1]
     k_tile = load_rows(k, key * k_strides[2], key < stop, k_strides[3], D, D_PAD)  # [BN, D]
     index_k_tile = load_rows(index_k, key * index_k_strides[2], key < stop, index_k_strides[3], DI, DI_PAD)
+
+    largest = tl.zeros((MANY,), tl.float32)
+    for at in range(begin, end, MANY):
+        edge, query, no_head, valid = edge_tile(at, end, 0, edges, pair * edge_count, SLOTS, 1, MANY, 1)
+        largest = tl.maximum(largest, tl.abs(tl.load(upstream + pair * N + query, mask=valid, other=0.0)))
+    peak = tl.max(largest, 0)
+    unit = 1.0 / tl.where(peak > 0, peak, 1.0)
 
     gradient = tl.zeros((BN, DI_PAD), tl.float32)
     for at in tl.range(begin, end, BQ, num_stages=1):
@@ -249,7 +258,7 @@ def index_key_kernel(
             ds -= tl.exp2((logits - row_shift[None, :]) * scale_log2 - row_log_total[None, :]) * (1 / R)
         seen = visible_keys(query, block, valid, None, block, start, stop)
         ds = tl.where(tl.arange(0, BN)[:, None] < seen[None, :], ds, 0.0)
-        ds *= tl.load(upstream + pair * N + query, mask=valid, other=0.0)[None, :]
+        ds *= (tl.load(upstream + pair * N + query, mask=valid, other=0.0) * unit)[None, :]
         gradient = tl.dot(ds.to(index_tile.dtype), index_tile, gradient, input_precision="ieee")
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN).to(tl.int64)
-    store_rows(part, row * DI, key < stop, gradient, DI, DI_PAD)
+    store_rows(part, row * DI, key < stop, gradient * peak, DI, DI_PAD)

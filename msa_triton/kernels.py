@@ -1,4 +1,4 @@
-"""The five functions behind the operators, as Triton kernels: the counterpart of `msa_ref.blockwise`."""
+"""The functions behind the operators, as Triton kernels: the counterpart of `msa_ref.blockwise`."""
 
 from msa_triton.backward import attention_backward
 from msa_triton.forward import attention_forward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ class Launch:
     constants: dict
 
 
+_interpreter = threading.Lock()  # it changes triton.language while it runs
 _recorded: list[Launch] | None = None
 _recorded_target: str | None = None
 
@@ -39,7 +41,7 @@ def launch(kernel, programs: int, *arguments, **constants) -> None:
         _recorded.append(Launch(kernel, programs, arguments, constants))
         return
     device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else _interpreter:
         kernel[(programs,)](*arguments, **constants)
 
 
@@ -70,9 +72,7 @@ def target_of(tensor: torch.Tensor) -> str:
 
 def place(geometry: BlockGeometry, device):
     """(block_start, block_of, first_block) on a device where documents are packed; else None each: arithmetic does."""
-    if len(geometry.document_start) == 2:
-        return None, None, None
-    return tuple(at.to(device) for at in (geometry.block_start, geometry.block_of, geometry.first_block))
+    return (None, None, None) if len(geometry.document_start) == 2 else geometry.on(device)
 
 
 def computable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,6 @@ from msa_triton.schedule import QueryWalk, attention_sizes
 from msa_triton.tiles import (
     LENGTHS,
     LOG2_E,
-    block_at,
     block_bounds,
     document_block,
     load_ids,
@@ -38,7 +37,7 @@ def normalizer(q, k, lse, ids, problem: Problem, geometry: BlockGeometry):
         "normalizer", target_of(q), q.element_size(), block=problem.block_size, row_width=sizes["D_PAD"],
         key_width=sizes["D_PAD"],
     )  # fmt: skip
-    rows = QueryWalk(ids, tile, problem, geometry)
+    rows = QueryWalk(ids, tile, problem, geometry, unions=False)
     shift, log_total = (torch.empty(lse.shape, dtype=torch.float32, device=q.device) for _ in range(2))
     sizes = {name: sizes[name] for name in ("R", "KV_SHARE", "BLOCK", "D", "D_PAD")}
     launch(
@@ -51,13 +50,13 @@ def normalizer(q, k, lse, ids, problem: Problem, geometry: BlockGeometry):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def normalizer_kernel(
-    q, k, lse, ids, unions, union_size, block_start, block_of, first_block, shift, log_total, q_strides, k_strides, N,
+    q, k, lse, ids, block_start, block_of, first_block, shift, log_total, q_strides, k_strides, N,
     Hidx, scale, scale_log2,
     R: tl.constexpr, KV_SHARE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BQ: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of BQ queries times BH heads; walks the key blocks only if the LSE of one of them is coarse."""
+    """Rows of BQ queries times BH heads; if the LSE of one is coarse, which is rare, a walk over all visible blocks."""
     tile, chunk, pair = query_program(N, BQ, CHUNKS)
     batch, index_head = pair // Hidx, pair % Hidx
     query, head, valid = row_tile(tile, chunk, N, R, BQ, BH)
@@ -71,10 +70,12 @@ def normalizer_kernel(
         q_row = batch * q_strides[0] + (index_head * R + head) * q_strides[1] + query * q_strides[2]
         q_tile = load_rows(q, q_row, valid, q_strides[3], D, D_PAD)  # [BQ * BH, D]
         k += batch * k_strides[0] + index_head // KV_SHARE * k_strides[1]
-        listed, union = load_ids(ids, unions, union_size, pair, tile, query, valid, N, SLOTS, SLOTS_PAD, BQ)
-        begin, end = walk(tile, union, block_of, first_block, N, BLOCK, BQ)
+        listed = ids
+        if ids is not None:
+            listed = load_ids(ids, pair, query, valid, N, SLOTS, SLOTS_PAD)  # [rows, SLOTS]
+        begin, end = walk(tile, None, block_of, first_block, N, BLOCK, BQ)
         for step in range(begin * (BLOCK // BN), end * (BLOCK // BN)):
-            block = block_at(step // (BLOCK // BN), union)
+            block = step // (BLOCK // BN)
             start, stop = block_bounds(block, block_start, N, BLOCK)
             column = step % (BLOCK // BN) * BN + tl.arange(0, BN).to(tl.int64)
             key = start + column

@@ -1,7 +1,7 @@
 """Who works on what: the reverse index cut into tasks (key-major), and the unions of query tiles (query-major).
 
-All of it is sorting and scanning by PyTorch. Nothing reads a value back to the host, and every order is fixed, so that
-the same selection gives the same sums in the same order.
+All of it is sorting and scanning by PyTorch. No value of a selection is read back to the host, and every order is
+fixed, so that the same selection gives the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msa_triton.config import Tile, padded
 from msa_triton.launch import place
 
 TASK_EDGES = 2048  # most queries of one task: a block that every query chose is shared between programs
-WORKING_BYTES = 2**30  # what the partial results of one launch may take
+WORKING_BYTES = 2**30  # what the partial results of one launch may take, if that holds those of one head
 DENSE_TASKS = 8  # about the most tasks of one block where every query sees it
 
 
@@ -97,7 +97,7 @@ def key_tasks(ids: torch.Tensor | None, geometry: BlockGeometry, device) -> Task
 
 
 def ranges(count: int, bytes_each: int, at_least: int = 0):
-    """Yields [start, stop) over `count` things that take `bytes_each`, as many as WORKING_BYTES or `at_least` hold."""
+    """Yields [start, stop) over `count` things of `bytes_each`: as many as WORKING_BYTES or `at_least` hold, or one."""
     step = max(1, max(WORKING_BYTES, at_least) // bytes_each)
     for start in range(0, count, step):
         yield start, min(start + step, count)
@@ -133,19 +133,23 @@ class QueryWalk:
 
     Attributes:
         tiles: of queries. programs: of a grid with one for each tile, chunk of heads and pair.
-        arguments: ids, unions and their row length, and the place of blocks and documents.
+        arguments: ids, with unions those and their row length, and the place of blocks and documents.
         constants: tile sizes.
     """
 
-    def __init__(self, ids, tile: Tile, problem: Problem, geometry: BlockGeometry, least_queries: int = 1):
+    def __init__(
+        self, ids, tile: Tile, problem: Problem, geometry: BlockGeometry, least_queries: int = 1, unions: bool = True
+    ):
         split = tile.split(problem.heads_per_index, least_queries)
-        unions = tile_unions(ids, split["BQ"], geometry.blocks)
+        lists = (ids,)
+        if unions:
+            union = tile_unions(ids, split["BQ"], geometry.blocks)
+            lists = (ids, union, 0 if union is None else union.shape[2])
         tiles, chunks = cdiv(problem.tokens, split["BQ"]), cdiv(problem.heads_per_index, split["BH"])
-        slots, union_size = slot_count(ids), 0 if unions is None else unions.shape[2]
         self.tiles = tiles
         self.programs = tiles * chunks * problem.index_heads * problem.batch
-        self.arguments = (ids, unions, union_size, *place(geometry, problem.device))
-        self.constants = dict(split, CHUNKS=chunks, SLOTS=slots, SLOTS_PAD=padded(slots, 1))
+        self.arguments = (*lists, *place(geometry, problem.device))
+        self.constants = dict(split, CHUNKS=chunks, SLOTS=slot_count(ids), SLOTS_PAD=padded(slot_count(ids), 1))
 
 
 def attention_sizes(problem: Problem) -> dict[str, int]:

@@ -19,11 +19,12 @@ NO_BLOCK = tl.constexpr(2**31 - 1)  # sorts after every id
 def select_forward(index_q, index_k, problem: Problem, geometry: BlockGeometry) -> torch.Tensor:
     """`select_blocks` of validated tensors."""
     index_q, index_k = computable(index_q, index_k)
-    slots, width = min(problem.topk, geometry.blocks), padded(problem.index_width)
+    width = padded(problem.index_width)
+    slots_pad = padded(min(problem.topk, geometry.blocks), 1)  # a power of two: few variants at short lengths
     tile = choose_tile(
         "select", target_of(index_q), index_q.element_size(), block=problem.block_size, row_width=width, key_width=width
     )
-    rows = max(SMALLEST_DOT, min(tile.rows, MOST_KEPT // padded(slots, 1)))
+    rows = max(SMALLEST_DOT, min(tile.rows, MOST_KEPT // slots_pad))
     ids = index_q.new_full((problem.batch, problem.index_heads, problem.tokens, problem.topk), -1, dtype=torch.int32)
     launch(
         select_kernel,
@@ -31,7 +32,7 @@ def select_forward(index_q, index_k, problem: Problem, geometry: BlockGeometry) 
         index_q, index_k, ids, *place(geometry, index_q.device), index_q.stride(), index_k.stride(),
         problem.tokens, problem.index_heads, problem.local_blocks, problem.init_blocks,
         HEADS_PER_KEY=problem.index_group, DI=problem.index_width, DI_PAD=width, BLOCK=problem.block_size,
-        TOPK=problem.topk, SLOTS=slots, SLOTS_PAD=padded(slots, 1), BQ=rows, **tile.options,
+        TOPK=problem.topk, SLOTS=min(problem.topk, slots_pad), SLOTS_PAD=slots_pad, BQ=rows, **tile.options,
     )  # fmt: skip
     return ids
 

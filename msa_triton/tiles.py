@@ -52,7 +52,7 @@ def visible_keys(query, first, valid, listed, block, start, stop):
     """How many keys of a block each row attends to: always its first ones, as a row sees the tokens up to its own."""
     valid = valid & (block >= first)
     if listed is not None:
-        valid = valid & (tl.max((listed == block).to(tl.int32), 1) > 0)
+        valid = valid & (tl.max((listed == block.to(tl.int32)).to(tl.int32), 1) > 0)
     return tl.where(valid, tl.maximum(tl.minimum(query + 1, stop) - start, 0), 0).to(tl.int32)
 
 
@@ -126,17 +126,11 @@ def store_rows(base, offset, valid, value, WIDTH: tl.constexpr, PAD: tl.constexp
 
 
 @triton.jit
-def load_ids(ids, unions, union_size, pair, tile, query, valid, N, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
-             BQ: tl.constexpr):  # fmt: skip
-    """([rows, SLOTS_PAD]: the block ids that each row lists, then -1; where the union of the tile lies); None if dense.
-    """
-    listed, union = ids, unions
-    if ids is not None:
-        slot = tl.arange(0, SLOTS_PAD).to(tl.int64)
-        mask = valid[:, None] & (slot < SLOTS)[None, :]
-        listed = tl.load(ids + (pair * N + query[:, None]) * SLOTS + slot[None, :], mask=mask, other=-1)
-        union = unions + (pair * tl.cdiv(N, BQ) + tile) * union_size
-    return listed, union
+def load_ids(ids, pair, query, valid, N, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr):
+    """[rows, SLOTS_PAD]: the block ids that each row lists, -1 where there is none."""
+    slot = tl.arange(0, SLOTS_PAD).to(tl.int64)
+    mask = valid[:, None] & (slot < SLOTS)[None, :]
+    return tl.load(ids + (pair * N + query[:, None]) * SLOTS + slot[None, :], mask=mask, other=-1)
 
 
 @triton.jit

@@ -77,8 +77,15 @@ def test_other_targets(tmp_path, target, instruction):
         assert max(row["stack_bytes"], row["spill_loads"], row["spill_stores"]) <= 64, row
 
 
+def test_float32_has_tiles_of_its_own(tmp_path):
+    rows = compile_report(tmp_path, "--target", "sm_90", "--dtype", "float32", "--kernel", "select", "dq", "dkdv")
+    for row in rows:
+        assert row["ok"] and row["matrix_instruction"] is None, row  # TF32 would be one
+        assert row["stack_bytes"] <= 64, row
+
+
 def test_a_kernel_beyond_the_shared_memory_makes_the_report_fail(tmp_path):
-    code = "import msa_triton.config as c; c.SHARED_LIMIT['sm_90'] = 1000"
+    code = "import msa_triton.config as c; c.SHARED_LIMIT['sm_90'] = 1000; c.shared_bytes = lambda *_: 0"
     arguments = ("--target", "sm_90", "--kernel", "delta", "dq", "--jobs", "1")
     rows = compile_report(tmp_path, *arguments, code=code, expected=1)
     assert {row["kernel"]: row["ok"] for row in rows} == {"delta": True, "dq": False}

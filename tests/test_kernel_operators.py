@@ -1,5 +1,6 @@
 """The operators and the layer with backend="triton": autograd, `torch.compile`, autocast, and what they refuse."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import compare
@@ -239,3 +240,38 @@ def test_ids_of_the_user_are_checked():
     for call in (partial(sparse_attention, q, k, v), partial(index_kl_loss, q, k, lse, index_q, index_k)):
         with pytest.raises(ValueError, match=r"block_indices\[0, 0, 3\] names block 1, which is in the future"):
             call(ids, block_size=16, backend="triton")
+
+
+def test_upstream_gradients_of_a_wrong_shape_are_refused():
+    """Autograd never does this; a direct call of an operator must not read or write out of bounds."""
+    inputs = compare.random_inputs(0, B=1, N=20, H=2, Hkv=1, Hidx=1)
+    q, k, v, index_q, index_k = inputs.values()
+    lse = torch.zeros(1, 2, 20)
+    for dkl in (torch.ones(1, 1, 1), torch.ones(1, 1, 20, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"dkl must be torch.float32 \(1, 1, 20\)"):
+            torch.ops.msa.index_kl_loss_backward(
+                dkl, q, k, lse, index_q, index_k, None, None, 16, 1.0, 1.0, "triton"
+            )  # fmt: skip
+    with pytest.raises(ValueError, match=r"dout must be torch.float32 \(1, 2, 20, 16\), got .*\(1, 2, 20, 8\)"):
+        torch.ops.msa.sparse_attention_backward(q[..., :8], q, k, v, q, lse, None, None, 16, 1.0, "triton")
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        torch.ops.msa.sparse_attention(q, k, v, None, None, 16, 1.0, "triton", "other")
+    with pytest.raises(ValueError, match='an operator runs "torch" or "triton", got backend .auto'):
+        torch.ops.msa.sparse_attention(q, k, v, None, None, 16, 1.0, "auto", "auto")
+
+
+@pytest.mark.parametrize("scale", [1e-31, 1e31])
+def test_scales_that_float32_cannot_hold_are_refused(scale):
+    q = torch.randn(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=f"scale must be from 1e-30 to 1e30 .* got {scale}".replace("+", r"\+")):
+        msa_attention(q, q, q, q, q, topk=1, block_size=16, scale=scale, backend="triton")
+
+
+def test_two_threads_may_call_at_once():
+    """The interpreter changes triton.language while a kernel runs: one launch at a time."""
+    inputs = compare.random_inputs(0, B=1, N=20, H=2, Hkv=1, Hidx=1)
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda _: compare.run("triton", inputs, {"topk": 1, "block_size": 16}), range(4)))
+    for one in runs[1:]:
+        for name, tensor in one.items():
+            compare.assert_equal(tensor, runs[0][name], name)

@@ -232,3 +232,32 @@ def test_key_major_forward_never_looks_ahead(last):
     assert_equal_runs(*results, names=("out", "lse"), tokens=slice(0, last + 1))
 
 
+
+
+@every_schedule
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_query_that_is_nan_stays_so_and_alone(forward, topk):
+    """Also where the mask leaves a block no number: the maximum skips NaN."""
+    inputs = usual_inputs("triton", N=37)
+    options = OPTIONS | {"topk": topk, "reduction": "none"}
+    clean = run(KERNELS[forward], inputs, options)
+    inputs["q"][:, :, [5, 17, 31]] = torch.nan
+    result = run(KERNELS[forward], inputs, options, block_indices=clean["ids"])
+    others = [token for token in range(37) if token not in (5, 17, 31)]
+    for name in ("out", "lse", "kl"):
+        assert result[name][:, :, [5, 17, 31]].isnan().all(), name
+        assert torch.equal(result[name][:, :, others], clean[name][:, :, others]), name
+
+
+@pytest.mark.parametrize("large", [torch.nan, torch.inf, 1e6])
+def test_upstream_gradients_of_one_document_do_not_change_another(large):
+    """In float16 products they are taken relative to the largest of a task, and a task has one block."""
+    inputs = usual_inputs("triton", N=40, dtype=torch.float16)
+    options = OPTIONS | {"cu_seqlens": [0, 11, 40], "reduction": "none"}
+    dkl = torch.full(inputs["index_q"].shape[:3], 1e-3)
+    usual = run("triton", inputs, options, dkl=dkl)
+    dkl[:, :, 20] = large
+    result = run("triton", inputs, options, dkl=dkl)
+    for name in ("d_index_q", "d_index_k"):
+        assert torch.equal(result[name][:, :, :11], usual[name][:, :, :11]), name
+        assert not torch.equal(result[name][:, :, 11:], usual[name][:, :, 11:]), name

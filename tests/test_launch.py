@@ -111,6 +111,17 @@ def test_every_operation_refuses_a_grid_that_is_too_large(monkeypatch):
 # Constants: each new value compiles a kernel again
 
 
+def test_short_lengths_make_few_variants_of_the_selection():
+    """Up to topk blocks the slots of a row are as many, rounded to a power of two."""
+    seen = set()
+    for tokens in range(1, 16 * 20, 7):
+        inputs = compare.random_inputs(0, B=1, N=tokens, H=1, Hkv=1, Hidx=1, D=2, Dv=2, Di=2)
+        with launch.recording("sm_90") as launches:
+            select_blocks(inputs["index_q"], inputs["index_k"], topk=11, block_size=16, backend="triton")
+        seen.add(tuple(sorted(launches[0].constants.items())))
+    assert len(seen) == 5  # 1, 2, 4, 8 and 16
+
+
 @pytest.mark.parametrize("topk, schedules", [(2, ("query", "key", "auto")), (None, ("auto",))])
 @pytest.mark.parametrize("documents", [False, True])
 def test_constants_hold_no_length(topk, schedules, documents):
