@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, assert_equal, random_inputs, random_like, run
+from compare import GRADIENTS, IMPLEMENTATIONS, INPUTS, REFERENCES, assert_equal, random_inputs, random_like, run
 
 from msa_ref import dense
 
@@ -25,7 +25,7 @@ DRAWN_HEADS = [
 DRAWN_WIDTHS = (8, 16, 32, 64, 80, 100)
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-every_reference = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "triton"])
+every_reference = pytest.mark.parametrize("implementation", REFERENCES)
 every_autograd = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "naive"])
 every_topk = pytest.mark.parametrize("topk", [2, None])
 every_heads = pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def with_backend(backend: str, **options) -> ModuleType:
     return module
 
 
-IMPLEMENTATIONS = {"naive": naive, "dense": dense, "blockwise": blockwise}
+REFERENCES = {"naive": naive, "dense": dense, "blockwise": blockwise}
+IMPLEMENTATIONS = dict(REFERENCES)
 # The kernels, where CPU tensors go through Triton's interpreter: msa_triton sets the variable if there is no GPU.
 if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
     IMPLEMENTATIONS["triton"] = with_backend("triton")

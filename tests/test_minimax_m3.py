@@ -7,8 +7,8 @@ the attention output.
 
 import pytest
 import torch
-from cases import every_autograd, every_implementation
-from compare import IMPLEMENTATIONS, assert_close, assert_equal
+from cases import every_reference
+from compare import REFERENCES, assert_close, assert_equal
 
 pytest.importorskip("transformers", minversion="5.12")
 m3 = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
@@ -87,7 +87,7 @@ def run_layer(config, tokens=None, hidden=None, causal_mask=False):
 def assert_same_attention(implementation, observed, topk, local_blocks=1):
     tensors, their_ids, their_out = observed
     options = {"topk": topk, "block_size": BLOCK, "local_blocks": local_blocks}
-    out, _, ids, _ = IMPLEMENTATIONS[implementation].msa_attention(**tensors, **options)
+    out, _, ids, _ = REFERENCES[implementation].msa_attention(**tensors, **options)
     assert_equal(ids, ascending(their_ids, topk), f"{implementation}: block ids")
     assert_close(out, their_out, 1e-5, f"{implementation}: out")
 
@@ -100,31 +100,31 @@ def ascending(ids, topk):
     return ids.masked_fill(ids == unused, -1).int()
 
 
-@every_implementation
+@every_reference
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_same_blocks_and_output_at_any_length(tokens, implementation):
     assert_same_attention(implementation, run_layer(configuration(), tokens), topk=3)
 
 
-@every_implementation
+@every_reference
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_same_blocks_and_output_for_any_head_counts(heads, implementation):
     assert_same_attention(implementation, run_layer(configuration(heads), 5 * BLOCK - 3), topk=3)
 
 
-@every_implementation
+@every_reference
 @pytest.mark.parametrize("topk, local_blocks", [(1, 1), (2, 2), (4, 2), (3, 0), (4, 3), (50, 1)])
 def test_same_blocks_and_output_for_any_number_of_forced_blocks(topk, local_blocks, implementation):
     observed = run_layer(configuration(topk=topk, local_blocks=local_blocks), 6 * BLOCK + 5)
     assert_same_attention(implementation, observed, topk, local_blocks)
 
 
-@every_implementation
+@every_reference
 def test_same_output_when_their_layer_is_given_a_causal_mask(implementation):
     assert_same_attention(implementation, run_layer(configuration(), 5 * BLOCK - 3, causal_mask=True), topk=3)
 
 
-@every_implementation
+@every_reference
 def test_same_blocks_and_output_inside_the_whole_text_model(implementation):
     config = configuration()
     torch.manual_seed(0)
@@ -138,11 +138,11 @@ def test_same_blocks_and_output_inside_the_whole_text_model(implementation):
     assert_same_attention(implementation, observed, topk=3)
 
 
-@every_autograd
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 def test_same_gradient_of_the_hidden_states(implementation):
     hidden = hidden_states(5 * BLOCK - 3).requires_grad_()
     tensors, _, their_out = run_layer(configuration(), hidden=hidden)
-    out = IMPLEMENTATIONS[implementation].msa_attention(**tensors, topk=3, block_size=BLOCK).out
+    out = REFERENCES[implementation].msa_attention(**tensors, topk=3, block_size=BLOCK).out
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     ours, theirs = (torch.autograd.grad(value, hidden, dout, retain_graph=True)[0] for value in (out, their_out))
     assert_close(ours, theirs, 1e-4, f"{implementation}: gradient")
@@ -150,7 +150,7 @@ def test_same_gradient_of_the_hidden_states(implementation):
 
 def test_selection_matters_in_these_comparisons():
     tensors, ids, their_out = run_layer(configuration(), 6 * BLOCK + 5)
-    implementation = IMPLEMENTATIONS["blockwise"]
+    implementation = REFERENCES["blockwise"]
     dense = implementation.msa_attention(**tensors, topk=None, block_size=BLOCK).out
     swapped = implementation.sparse_attention(
         tensors["q"], tensors["k"], tensors["v"], ascending(ids, 3).flip(1), block_size=BLOCK

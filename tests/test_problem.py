@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from compare import IMPLEMENTATIONS
+from compare import REFERENCES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from msa_ref.problem import check_ids_on_cpu
 
 B, N, BLOCK = 2, 20, 4
 OPERATIONS = ("select_blocks", "sparse_attention", "index_kl_loss", "msa_attention")
-CALLS = [(name, operation) for name in IMPLEMENTATIONS for operation in OPERATIONS]
+CALLS = [(name, operation) for name in REFERENCES for operation in OPERATIONS]
 
 every_call = pytest.mark.parametrize("implementation, operation", CALLS, ids=["-".join(call) for call in CALLS])
 
@@ -183,12 +183,12 @@ CU_VALUE_ERRORS = {
 def test_bad_arguments_are_named_by_every_function_that_takes_them(error, changes, says):
     tried = 0
     for name, operation in CALLS:
-        function = getattr(IMPLEMENTATIONS[name], operation)
+        function = getattr(REFERENCES[name], operation)
         if takes(function, changes):
             tried += 1
             with raises(error, *says):
                 call(function, arguments() | changes)
-    assert tried >= len(IMPLEMENTATIONS)
+    assert tried >= len(REFERENCES)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_bad_arguments_are_named_by_every_function_that_takes_them(error, change
 def test_bad_document_offsets_are_named_by_every_function(error, cu_seqlens, says):
     for name, operation in CALLS:
         with raises(error, *says):
-            call(getattr(IMPLEMENTATIONS[name], operation), arguments(batch=1) | {"cu_seqlens": cu_seqlens})
+            call(getattr(REFERENCES[name], operation), arguments(batch=1) | {"cu_seqlens": cu_seqlens})
     with raises(error, *says):
         validate_block_indices(ids()[:1], block_size=BLOCK, cu_seqlens=cu_seqlens)
 
@@ -208,14 +208,14 @@ def test_bad_document_offsets_are_named_by_every_function(error, cu_seqlens, say
 def test_a_batch_of_packed_rows_is_refused():
     for name, operation in CALLS:
         with raises(ValueError, "cu_seqlens", "B must be 1", "B=2"):
-            call(getattr(IMPLEMENTATIONS[name], operation), arguments() | {"cu_seqlens": [0, 4, N]})
+            call(getattr(REFERENCES[name], operation), arguments() | {"cu_seqlens": [0, 4, N]})
     with raises(ValueError, "cu_seqlens", "B must be 1", "B=2"):
         validate_block_indices(ids(), block_size=BLOCK, cu_seqlens=[0, 4, N])
 
 
 @every_call
 def test_good_arguments_pass(implementation, operation):
-    function = getattr(IMPLEMENTATIONS[implementation], operation)
+    function = getattr(REFERENCES[implementation], operation)
     call(function, arguments())
     call(function, arguments(batch=1) | {"cu_seqlens": [0, 4, N], "scale": 2, "index_scale": np.float64(0.1)})
     call(function, arguments() | {"topk": np.int64(3), "local_blocks": 0, "init_blocks": 3})
@@ -224,7 +224,7 @@ def test_good_arguments_pass(implementation, operation):
 @every_call
 def test_more_slots_than_blocks_are_fine(implementation, operation):
     wide = torch.nn.functional.pad(ids(), (3, 5), value=-1)
-    call(getattr(IMPLEMENTATIONS[implementation], operation), arguments() | {"topk": 50, "block_indices": wide.long()})
+    call(getattr(REFERENCES[implementation], operation), arguments() | {"topk": 50, "block_indices": wide.long()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -233,15 +233,15 @@ def test_every_floating_dtype_passes(implementation, operation, dtype):
     given = arguments(dtype=dtype)
     if dtype == torch.float64:
         given["lse"] = given["lse"].double()
-    call(getattr(IMPLEMENTATIONS[implementation], operation), given)
+    call(getattr(REFERENCES[implementation], operation), given)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize(
     "change", [{"index_scale": 0.0}, {"scale": float("nan")}, {"v": torch.ones(B, 1, N, 5)}, {"topk": 0}], ids=str
 )
 def test_the_composed_call_raises_before_any_work(name, change, monkeypatch):
-    implementation = IMPLEMENTATIONS[name]
+    implementation = REFERENCES[name]
 
     def work(*args, **kwargs):
         raise AssertionError("work before the arguments were checked")
@@ -308,7 +308,7 @@ def test_head_mapping(heads, group, heads_per_index, index_group, index_heads_pe
     assert problem.index_group == index_group and problem.index_heads_per_kv == index_heads_per_kv
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize(
     "heads, named",
     [((6, 2, 1, 1), ("Hidx", 1, "Hkv", 2)), ((6, 3, 2, 1), ("Hidx", 2, "Hkv", 3)), ((6, 2, 4, 1), ("H", 6, "Hidx", 4)),
@@ -318,7 +318,7 @@ def test_head_mapping(heads, group, heads_per_index, index_group, index_heads_pe
 def test_head_counts_that_do_not_divide_are_named(name, heads, named):
     q, k, index_q, index_k = (torch.ones(1, count, 4, 2) for count in heads)
     with raises(ValueError, *named):
-        IMPLEMENTATIONS[name].msa_attention(q, k, k, index_q, index_k, topk=1, block_size=2)
+        REFERENCES[name].msa_attention(q, k, k, index_q, index_k, topk=1, block_size=2)
 
 
 def test_the_description_of_a_call():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import IMPLEMENTATIONS, assert_equal, random_inputs, run
+from compare import REFERENCES, assert_equal, random_inputs, run
 
 import msa_triton
 from msa_ref import describe, validate_block_indices
@@ -11,7 +11,7 @@ from msa_ref import describe, validate_block_indices
 @pytest.mark.parametrize("block_size", [61, 62, 2**24, 2**62])
 def test_a_block_may_hold_more_than_all_tokens(block_size):
     inputs = random_inputs(0, B=1, N=61)
-    for name in IMPLEMENTATIONS:
+    for name in REFERENCES:
         found = run(name, inputs, {"topk": 2, "block_size": block_size})
         expected = run(name, inputs, {"topk": 2, "block_size": 61})
         for key, tensor in expected.items():
@@ -24,7 +24,7 @@ def test_a_block_may_hold_more_than_all_tokens(block_size):
 ])  # fmt: skip
 def test_offsets_that_cannot_be_read_are_refused_by_every_implementation(offsets, error, message):
     index_q, index_k = torch.zeros(1, 2, 20, 4), torch.zeros(1, 1, 20, 4)
-    for module in (*IMPLEMENTATIONS.values(), msa_triton):
+    for module in (*REFERENCES.values(), msa_triton):
         with pytest.raises(error, match=message):
             module.select_blocks(index_q, index_k, topk=2, block_size=4, cu_seqlens=offsets)
 
