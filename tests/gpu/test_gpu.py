@@ -1,7 +1,7 @@
 """The compiled kernels on a GPU: numbers, repeatability, tiles, lengths, streams and devices.
 
-`python -m pytest tests/gpu` takes about three minutes on an H200, most of it for compiling; with pytest-xdist,
-`-n 8` shares that out. The kernels must not be interpreted: leave TRITON_INTERPRET unset or 0.
+`python -m pytest tests/gpu` spends most of its time compiling; with pytest-xdist, `-n 8` shares that out. The kernels
+must not be interpreted: leave TRITON_INTERPRET unset or 0.
 """
 
 import os
