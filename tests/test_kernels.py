@@ -102,6 +102,13 @@ def test_random_draws_agree_with_the_naive_version(seed):
     assert_same_run(run("triton", inputs, options, dout, dkl), reference, torch.float32, f"seed {seed}, {options}:")
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_random_draws_of_one_row_agree_with_float64(seed):
+    inputs, options, dout, dkl = random_call(seed, block_sizes=(16,), most_rows=1)
+    reference = run_double(inputs, options, dout, dkl)
+    assert_same_run(run("triton", inputs, options, dout, dkl), reference, torch.float32, f"seed {seed}, {options}:")
+
+
 def plain_index_loss(q, k, index_q, index_k, mask):
     """[B, Hidx, N], every intermediate in the dtype of the inputs."""
     heads, index_heads = q.shape[1], index_q.shape[1]
