@@ -96,6 +96,13 @@ def run(implementation, inputs, options, dout=None, dkl=None, block_indices=None
     return results | dict(zip(GRADIENTS, gradients, strict=True))
 
 
+def gradients_of(function, tensors, **options) -> list[torch.Tensor]:
+    """out, kl and the five gradients of one call of msa_attention or of a compiled version of it."""
+    result = function(*tensors, **options)
+    upstream = random_like(result.out, 9), random_like(result.kl_loss, 8)
+    return [result.out, result.kl_loss, *torch.autograd.grad(result[:2], tensors, upstream)]
+
+
 def run_reference(inputs, options, dout=None, dkl=None, block_indices=None) -> dict[str, torch.Tensor]:
     """`run` of the naive implementation on the same numbers in float64."""
     double = {name: tensor.double() for name, tensor in inputs.items()}
@@ -150,6 +157,12 @@ def assert_equal(actual, reference, label="") -> None:
         f"{label} at {where}: {actual[where].item()!r}, expected {reference[where].item()!r};"
         f" {int(differs.sum())} of {differs.numel()} elements differ"
     )
+
+
+def assert_all_equal(actual, reference, label="") -> None:
+    """Bit for bit, two results of `gradients_of`."""
+    for name, left, right in zip(("out", "kl", *GRADIENTS), actual, reference, strict=True):
+        assert_equal(left, right, f"{label} {name}")
 
 
 def _accepted(operation, options) -> dict:

@@ -5,6 +5,7 @@ from functools import partial
 import compare
 import pytest
 import torch
+from compare import assert_all_equal, gradients_of
 
 import msa_triton
 from msa_ref import blockwise
@@ -24,18 +25,6 @@ CASES = {
 
 def leaves(batch=2, seed=0, **sizes):
     return [tensor.requires_grad_() for tensor in compare.random_inputs(seed, B=batch, **sizes).values()]
-
-
-def gradients(function, tensors, **options):
-    """out, kl and the five gradients of one call of msa_attention or of a compiled version of it."""
-    result = function(*tensors, **options)
-    upstream = compare.random_like(result.out, 9), compare.random_like(result.kl_loss, 8)
-    return [result.out, result.kl_loss, *torch.autograd.grad(result[:2], tensors, upstream)]
-
-
-def assert_all_equal(actual, reference, label=""):
-    for name, left, right in zip(("out", "kl", *compare.GRADIENTS), actual, reference, strict=True):
-        compare.assert_equal(left, right, f"{label} {name}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,7 +117,7 @@ def test_compiled_equals_eager(name):
     compiled = torch.compile(msa_attention, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
     tensors = leaves(batch, N=77, Dv=12)
-    assert_all_equal(gradients(compiled, tensors, **options), gradients(msa_attention, tensors, **options), name)
+    assert_all_equal(gradients_of(compiled, tensors, **options), gradients_of(msa_attention, tensors, **options), name)
 
 
 def test_compiled_with_other_lengths_and_documents():
@@ -319,14 +308,14 @@ def test_empty_rows_do_not_poison_shared_weights():
 
 
 def test_same_call_gives_the_same_bits():
-    first = gradients(msa_attention, leaves(seed=8), **BLOCKS)
-    assert_all_equal(gradients(msa_attention, leaves(seed=8), **BLOCKS), first)
+    first = gradients_of(msa_attention, leaves(seed=8), **BLOCKS)
+    assert_all_equal(gradients_of(msa_attention, leaves(seed=8), **BLOCKS), first)
 
 
 def test_autocast_does_not_reach_into_the_operators():
-    expected = gradients(msa_attention, leaves(), **BLOCKS)
+    expected = gradients_of(msa_attention, leaves(), **BLOCKS)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_all_equal(gradients(msa_attention, leaves(), **BLOCKS), expected)
+        assert_all_equal(gradients_of(msa_attention, leaves(), **BLOCKS), expected)
 
 
 def refusals():

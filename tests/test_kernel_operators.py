@@ -6,6 +6,7 @@ from functools import partial
 import compare
 import pytest
 import torch
+from compare import assert_all_equal, gradients_of
 
 import msa_triton
 from msa_triton import MSAttention, attention, index_kl_loss, msa_attention, select_blocks, sparse_attention
@@ -19,18 +20,6 @@ OPTIONS = {"topk": 2, "block_size": 16, "backend": "triton"}
 
 def leaves(seed=0, **sizes):
     return [tensor.requires_grad_() for tensor in compare.random_inputs(seed, **{**SMALL, **sizes}).values()]
-
-
-def gradients(function, tensors, **options):
-    """out, kl and the five gradients of one call of msa_attention or of a compiled version of it."""
-    result = function(*tensors, **options)
-    upstream = compare.random_like(result.out, 9), compare.random_like(result.kl_loss, 8)
-    return [result.out, result.kl_loss, *torch.autograd.grad(result[:2], tensors, upstream)]
-
-
-def assert_all_equal(actual, expected, label=""):
-    for name, left, right in zip(("out", "kl", *compare.GRADIENTS), actual, expected, strict=True):
-        compare.assert_equal(left, right, f"{label} {name}")
 
 
 # Operators
@@ -95,7 +84,7 @@ def test_compiled_equals_eager(topk, cu_seqlens):
     options = {**OPTIONS, "topk": topk, "cu_seqlens": cu_seqlens}
     torch._dynamo.reset()
     compiled = torch.compile(msa_attention, fullgraph=True, backend="aot_eager")
-    assert_all_equal(gradients(compiled, leaves(), **options), gradients(msa_attention, leaves(), **options))
+    assert_all_equal(gradients_of(compiled, leaves(), **options), gradients_of(msa_attention, leaves(), **options))
 
 
 @pytest.mark.parametrize("schedule", ["query", "key"])
@@ -133,9 +122,9 @@ def test_each_output_trains_its_own_branch():
 
 
 def test_autocast_does_not_reach_into_the_operators():
-    expected = gradients(msa_attention, leaves(), **OPTIONS)
+    expected = gradients_of(msa_attention, leaves(), **OPTIONS)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_all_equal(gradients(msa_attention, leaves(), **OPTIONS), expected)
+        assert_all_equal(gradients_of(msa_attention, leaves(), **OPTIONS), expected)
 
 
 # The layer
