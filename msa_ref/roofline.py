@@ -23,9 +23,10 @@ EXPONENTIALS_PER_CLOCK = 16  # C: of a multiprocessor, base 2, compute capabilit
 TASK_EDGES = 2048  # most (query, slot) pairs of a key-major task
 SMALLEST_DOT = 16  # of rows, columns and depth of a matrix product in Triton
 # Rows (queries times heads) of a tile as `msa_triton.config` has them on Hopper at 2 bytes. On other targets key-major
-# tiles may have fewer rows, which changes nothing but rounding.
+# tiles may have fewer rows, which changes nothing but rounding, and beyond a topk of 32 so do those of the selection,
+# which read index_k from L2 more often.
 FORWARD_ROWS, DKDV_ROWS, INDEX_ROWS, INDEX_KEY_QUERIES, SELECT_ROWS = 128, 64, 256, 32, 128
-SELECT_KEPT = 4096  # what the rows of a selection tile keep, together
+SELECT_KEPT = 8192  # what the rows of a selection tile keep, together
 
 
 class GPU(NamedTuple):
@@ -157,14 +158,14 @@ def bounds(
     """The least time each kernel takes for one sequence, from what it counts up to and the rates of the GPU.
 
     The kernels: select; forward_query, or forward_key and combine; normalizer, delta, dq, dkdv, sum_tasks (of dk and
-    dv); index_query_value; index_query_gradient, index_key, index_sum_tasks.
+    dv); index_query (KL and the sums of d index_q), index_key, index_sum_tasks.
 
     What is counted, in the symbols of SPEC 1, with G = H / Hidx heads a selection and s bytes an element:
 
     * Query-major kernels work on tiles of `tile_queries` queries times G heads, each with the `union` blocks that its
-      queries chose: 2·block_size FLOPs a row, block and unit of width, by D + Dv (forward), 2·D + Dv (dq), G·D +
-      2·Di (index_query_value, by query) and G·D + 3·Di (index_query_gradient). A row uses topk of the union: the rest
-      is waste. Union = topk gives the sparse term of P eq. 12.
+      queries chose: 2·block_size FLOPs a row, block and unit of width, by D + Dv (forward), 2·D + Dv (dq) and G·D +
+      3·Di (index_query, by query). A row uses topk of the union: the rest is waste. Union = topk gives the sparse term
+      of P eq. 12.
     * Key-major kernels do it for each of the N·topk (query, slot) pairs of an index head: by D + Dv (forward_key),
       2·D + 2·Dv (dkdv), G·D + 2·Di (index_key). Each key block is one task or several of at most 2048 pairs,
       whose sums of dk and dv, or d index_k, are written in float32 and added up by sum_tasks; so are the empty
@@ -189,8 +190,8 @@ def bounds(
             to tile_queries·topk; early tiles may bring a measured mean below topk.
         tile_queries: queries of a query-major tile; by default 128 rows over the heads of a selection, 8.
         bytes_per_element: of inputs and outputs; the matrix rate is that of bfloat16 whatever it says.
-        index_union: `union` for the tiles of index_query_value and index_query_gradient, which have 16 queries rather
-            than 8; by default the least that `union` allows, which is the same number.
+        index_union: `union` for the tiles of index_query, which have 16 queries rather than 8; by default the least
+            that `union` allows, which is the same number.
 
     Returns:
         {kernel: `Bound`}. A measured time below a bound means that an assumption does not hold.
@@ -294,13 +295,10 @@ def _index_query_major(call: _Sizes, queries: int, union: float):
     hbm = rows + N * (call.Hkv * D + call.Hik * Di) * element
     l2 = rows + steps * call.block_size * (D + 2 * Di) * element  # index_k in both passes
 
-    def walk(products, extra):
-        return 2 * (teacher * d + products * student * di), teacher + 2 * student, hbm + extra, l2 + extra
-
-    return {
-        "index_query_value": walk(2, N * Hidx * 4),
-        "index_query_gradient": walk(3, N * Hidx * (4 * Di + 12)),  # in float32, and the upstream, shift, log_total
-    }
+    written = N * Hidx * (Di * element + 12)  # the sums; KL, shift, log_total
+    # Of the student's logits: exponentials for its normaliser and its probabilities, logarithms of the teacher's.
+    flops, exponentials = 2 * (teacher * d + 3 * student * di), teacher + 3 * student
+    return {"index_query": (flops, exponentials, hbm + written, l2 + written)}
 
 
 def _index_key_major(call: _Sizes, l2_capacity: int):

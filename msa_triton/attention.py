@@ -179,9 +179,10 @@ def _index_kl_loss(
     _check_backend(backend, problem.device, scale=problem.scale, index_scale=problem.index_scale)
     _check_ids(check, block_indices, block_size, cu_seqlens)
     _refuse_tangents(index_q, index_k)
-    kl = _index_loss_op(
+    gradients = torch.is_grad_enabled() and (index_q.requires_grad or index_k.requires_grad)
+    kl, *_ = _index_loss_op(
         q.detach(), k.detach(), lse.detach(), index_q, index_k, block_indices, _offsets(cu_seqlens), block_size,
-        problem.scale, problem.index_scale, backend,
+        problem.scale, problem.index_scale, backend, gradients,
     )  # fmt: skip
     return kl.mean() if reduction == "mean" else kl
 
@@ -251,6 +252,14 @@ def _(index_q, index_k, cu_seqlens, topk, block_size, local_blocks, init_blocks,
     return index_q.new_empty((*index_q.shape[:3], topk), dtype=torch.int32)
 
 
+def _empty_heads(q: Tensor, width: int, backend: str) -> Tensor:
+    """[B, H, N, width] with the strides that the implementation gives it."""
+    batch, heads, tokens = q.shape[:3]
+    if backend == "torch":
+        return q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+    return q.new_empty(batch, heads, tokens, width)
+
+
 @torch.library.custom_op("msa::sparse_attention", mutates_args=())
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, cu_seqlens: Tensor | None, block_size: int,
@@ -265,7 +274,8 @@ def _attention_op(
 
 @_attention_op.register_fake
 def _(q, k, v, block_indices, cu_seqlens, block_size, scale, backend, schedule):
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator_of(q.dtype))
+    out = _empty_heads(q, v.shape[3], backend)
+    return out, q.new_empty(q.shape[:3], dtype=accumulator_of(q.dtype))
 
 
 @torch.library.custom_op("msa::sparse_attention_backward", mutates_args=())
@@ -281,39 +291,51 @@ def _attention_backward_op(
 
 @_attention_backward_op.register_fake
 def _(dout, q, k, v, out, lse, block_indices, cu_seqlens, block_size, scale, backend):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = _empty_heads(q, q.shape[3], backend)
+    return dq, k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @torch.library.custom_op("msa::index_kl_loss", mutates_args=())
 def _index_loss_op(
     q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, block_indices: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float, backend: str,
-) -> Tensor:  # fmt: skip
+    cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float, backend: str, gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """KL [B, Hidx, N], and what a backward pass takes from the forward pass; empty tensors without `gradients`."""
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
     with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
         module, problem, geometry = call
-        return module.index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry)
+        return module.index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry, gradients)
 
 
 @_index_loss_op.register_fake
-def _(q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
-    return index_q.new_empty(index_q.shape[:3], dtype=accumulator_of(index_q.dtype))
+def _(q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend, gradients):
+    kl = index_q.new_empty(index_q.shape[:3], dtype=accumulator_of(index_q.dtype))
+    if not gradients:
+        return kl, kl.new_empty(0), kl.new_empty(0)
+    if backend == "triton":
+        return kl, index_q.new_empty(index_q.shape), kl.new_empty((2, *kl.shape))
+    return kl, kl.new_empty(index_q.shape), kl.new_empty(index_k.shape)
 
 
 @torch.library.custom_op("msa::index_kl_loss_backward", mutates_args=())
 def _index_loss_backward_op(
-    dkl: Tensor, q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, block_indices: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float, backend: str,
+    dkl: Tensor, saved_q: Tensor, saved_k: Tensor, q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor,
+    block_indices: Tensor | None, cu_seqlens: Tensor | None, block_size: int, scale: float, index_scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = dict(block_indices=block_indices, block_size=block_size, scale=scale, index_scale=index_scale)
     with _call(backend, cu_seqlens, q=q, k=k, lse=lse, index_q=index_q, index_k=index_k, **options) as call:
         module, problem, geometry = call
         _check_upstream("dkl", dkl, index_q.shape[:3], problem.accumulator)
-        return module.index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem, geometry)
+        saved = saved_q, saved_k
+        return module.index_loss_backward(dkl, saved, q, k, lse, index_q, index_k, block_indices, problem, geometry)
 
 
 @_index_loss_backward_op.register_fake
-def _(dkl, q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale, backend):
+def _(
+    dkl, saved_q, saved_k, q, k, lse, index_q, index_k, block_indices, cu_seqlens, block_size, scale, index_scale,
+    backend,
+):  # fmt: skip
     return index_q.new_empty(index_q.shape), index_k.new_empty(index_k.shape)
 
 
@@ -333,16 +355,17 @@ def _attention_gradients(ctx, dout, _):
 
 
 def _save_index_loss(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*output[1:], *inputs[:7])
+    ctx.options = inputs[7:-1]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _index_loss_gradients(ctx, dkl):
+def _index_loss_gradients(ctx, dkl, *_):
     gradients = (None,) * 2
     if dkl is not None:
         gradients = _index_loss_backward_op(dkl, *ctx.saved_tensors, *ctx.options)
-    return *(None,) * 3, *gradients, *(None,) * 6
+    return *(None,) * 3, *gradients, *(None,) * 7
 
 
 _attention_op.register_autograd(_attention_gradients, setup_context=_save_attention)

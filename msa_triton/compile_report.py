@@ -132,8 +132,10 @@ def sources(target: str, dtype: str, *, H, Hkv, Hidx, Hik, D, block_size, topk, 
                     kernels.attention_forward(q, k, k, chosen, problem, geometry, "key")
             kernels.attention_forward(q, k, k, chosen, problem, geometry, "query")
             kernels.attention_backward(q, q, k, k, q, lse, chosen, problem, geometry)
-            kernels.index_loss_forward(q, k, lse, index_q, index_k, chosen, problem, geometry)
-            kernels.index_loss_backward(dkl, q, k, lse, index_q, index_k, chosen, problem, geometry)
+            inputs = q, k, lse, index_q, index_k, chosen, problem, geometry
+            kernels.index_loss_forward(*inputs, gradients=False)
+            _, *saved = kernels.index_loss_forward(*inputs, gradients=True)
+            kernels.index_loss_backward(dkl, saved, *inputs)
         for launch in launches:
             source = Source.of(launch, variant, target, dtype)
             found.setdefault((source.kernel, str(source.signature), str(source.constexprs)), source)
@@ -141,11 +143,10 @@ def sources(target: str, dtype: str, *, H, Hkv, Hidx, Hik, D, block_size, topk, 
 
 
 def _name(launch) -> str:
-    """The name of a kernel; one of them has two results, of which a launch asks for one."""
+    """The name of a kernel; one of them leaves out the gradient where none is asked for."""
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
-    if name == "index_query":
-        value = launch.arguments[launch.kernel.arg_names.index("kl")] is not None
-        return "index_query_value" if value else "index_query_gradient"
+    if name == "index_query" and launch.arguments[launch.kernel.arg_names.index("row_sums")] is None:
+        return "index_query_value"
     return name
 
 

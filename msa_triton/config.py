@@ -6,6 +6,7 @@ Each kernel has candidates, best first; the first whose tiles fit the shared mem
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 KIB = 1024
@@ -74,7 +75,7 @@ FIRST = {
     },
     "sm_100": {"forward_query": Tile(128, 64, 8, 2), "index_query": Tile(256, 32, 8, 2)},
     "sm_120": {
-        "forward_query": Tile(64, 64, 4, 2), "select": Tile(64, 128, 4, 2), "dkdv": Tile(64, 64, 8, 2),
+        "forward_query": Tile(64, 64, 4, 2), "select": Tile(64, 128, 8, 2), "dkdv": Tile(64, 64, 8, 2),
         "index_query": Tile(256, 32, 8, 1),
     },
     "gfx942": {"dkdv": Tile(32, 64, 4, 1), "index_key": Tile(32, 64, 4, 1)},
@@ -83,6 +84,21 @@ FIRST = {
         "dkdv": Tile(32, 128, 4, 1), "index_query": Tile(128, 32, 4, 1), "index_key": Tile(32, 128, 4, 1),
     },
 }  # fmt: skip
+
+
+_forced: dict[str, Tile] = {}
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile):
+    """In this context `choose_tile` gives a kernel this tile, if it fits the shared memory: to compare candidates."""
+    before = _forced.copy()
+    _forced[kernel] = tile
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
 
 
 def padded(width: int, least: int = SMALLEST_DOT) -> int:
@@ -102,12 +118,13 @@ def choose_tile(kernel: str, target: str, element_size: int, *, block: int, row_
     Raises:
         ValueError: no candidate fits the shared memory.
     """
-    if target == "interpreter":
+    if target == "interpreter" and kernel not in _forced:
         return replace(INTERPRETER, keys=block)
     limit = SHARED_LIMIT.get(target, SMALLEST_LIMIT)
     first = (FLOAT32 if element_size == 4 else FIRST.get(target, {})).get(kernel)
+    candidates = ((first,) if first else ()) + CANDIDATES[kernel] + SMALLEST
     fitting = []
-    for tile in ((first,) if first else ()) + CANDIDATES[kernel] + SMALLEST:
+    for tile in (_forced[kernel],) if kernel in _forced else candidates:
         tile = replace(tile, keys=block if kernel == "forward_key" else min(tile.keys, block))
         if shared_bytes(kernel, target, element_size, tile, row_width, key_width) <= limit:
             fitting.append(tile)

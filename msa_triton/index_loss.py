@@ -1,7 +1,9 @@
-"""The KL loss of the index branch: value and d index_q query-major, d index_k key-major.
+"""The KL loss of the index branch: value and d index_q in one query-major walk, d index_k key-major.
 
 The teacher is the mean over the heads of a selection of their probabilities, computed again from q, k and the LSE; the
-student's normaliser is computed by a pass over the index keys. Gradients are sums of (student - teacher).
+student's normaliser is computed by a pass over the index keys. Gradients are sums of (student - teacher). As the
+upstream gradient of a row is a factor of its d index_q, the forward pass can sum that before the factor is known: a
+training step computes the teacher, which is nearly all of the work, twice.
 """
 
 import torch
@@ -37,26 +39,51 @@ from msa_triton.tiles import (
 MANY = tl.constexpr(512)  # edges at a time where only their upstream gradients are read
 
 
-def index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry):
-    """KL [B, Hidx, N] float32 of validated tensors."""
+def index_loss_forward(
+    q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry, gradients: bool
+):
+    """KL of validated tensors and, for the backward pass, what the walk over the teacher gives besides.
+
+    Returns:
+        kl: [B, Hidx, N] float32.
+        row_sums: [B, Hidx, N, Di] in the dtype of the inputs, the sum over j of (student - teacher) index_k[j]. Without
+            the upstream gradient, about 1 / (B Hidx N), and index_scale these are at most twice as large as index_k.
+        student: [2, B, Hidx, N] float32, the student's (shift, log_total) as `normalizer` has them.
+        The last two are empty unless `gradients`; the kernel then does nothing for them.
+    """
     q, k, index_q, index_k = computable(q, k, index_q, index_k)
     ids = visible_ids(block_indices, geometry)
     rows = normalizer(q, k, lse, ids, problem, geometry)
     kl = torch.empty(index_q.shape[:3], dtype=torch.float32, device=q.device)
-    _query_major(q, k, index_q, index_k, rows, ids, problem, geometry, kl=kl)
-    return kl
+    row_sums, student = None, (None, None)
+    if gradients:
+        row_sums, student = index_q.new_empty(index_q.shape), kl.new_empty((2, *kl.shape))
+    _query_major(q, k, index_q, index_k, rows, (kl, row_sums, *student), ids, problem, geometry)
+    if not gradients:
+        return kl, kl.new_empty(0), kl.new_empty(0)
+    return kl, row_sums.to(problem.dtype), student
 
 
-def index_loss_backward(dkl, q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry):
-    """(d index_q, d index_k) for the upstream gradient dkl [B, Hidx, N] (SPEC 7)."""
+def index_loss_backward(
+    dkl, saved, q, k, lse, index_q, index_k, block_indices, problem: Problem, geometry: BlockGeometry
+):
+    """(d index_q, d index_k) for the upstream gradient dkl [B, Hidx, N] (SPEC 7).
+
+    saved: (row_sums, student) of `index_loss_forward`; if they are empty it runs again.
+    """
+    row_sums, student = saved
+    if not row_sums.numel():
+        inputs = q, k, lse, index_q, index_k, block_indices
+        _, row_sums, student = index_loss_forward(*inputs, problem, geometry, gradients=True)
+    dkl = dkl.float().contiguous()
+    # The product is taken in float32, the wider of the two types; the sums were rounded when they were stored.
+    factor = (dkl * problem.index_scale)[..., None]
+    dindex_q = torch.mul(row_sums, factor, out=torch.empty_like(row_sums))
     q, k, index_q, index_k = computable(q, k, index_q, index_k)
     ids = visible_ids(block_indices, geometry)
     rows = normalizer(q, k, lse, ids, problem, geometry)
-    dkl, dindex_q = dkl.float().contiguous(), index_q.new_empty(index_q.shape)
-    student = [torch.empty(dkl.shape, dtype=torch.float32, device=q.device) for _ in range(2)]
-    _query_major(q, k, index_q, index_k, rows, ids, problem, geometry, dkl=dkl, dindex_q=dindex_q, student=student)
     dindex_k = _key_major(q, k, index_q, index_k, rows, (*student, dkl), ids, problem, geometry)
-    return dindex_q.to(problem.dtype), dindex_k.to(problem.dtype)
+    return dindex_q, dindex_k.to(problem.dtype)
 
 
 def _sizes(problem: Problem) -> dict[str, int]:
@@ -64,11 +91,8 @@ def _sizes(problem: Problem) -> dict[str, int]:
     return {**sizes, "KEY_SHARE": problem.index_group, "DI": problem.index_width, "DI_PAD": padded(problem.index_width)}
 
 
-def _query_major(
-    q, k, index_q, index_k, rows, ids, problem: Problem, geometry: BlockGeometry, kl=None, dkl=None, dindex_q=None,
-    student=(None, None),
-) -> None:  # fmt: skip
-    """Fills kl; or, without a kl, dindex_q and the student's (shift, log_total) as `normalizer` has them."""
+def _query_major(q, k, index_q, index_k, rows, results, ids, problem: Problem, geometry: BlockGeometry) -> None:
+    """Fills the results: kl, and row_sums, shift and log_total unless they are None."""
     sizes = _sizes(problem)
     width = sizes["D_PAD"] + sizes["DI_PAD"]
     tile = choose_tile(
@@ -77,10 +101,10 @@ def _query_major(
     )  # fmt: skip
     walk = QueryWalk(ids, tile, problem, geometry, least_queries=SMALLEST_DOT)
     launch(
-        index_query_kernel, walk.tiles * problem.index_heads * problem.batch, q, k, index_q, index_k, *rows, dkl, kl,
-        dindex_q, *student, *walk.arguments, q.stride(), k.stride(), index_q.stride(), index_k.stride(),
-        problem.tokens, problem.index_heads, problem.scale * LOG2_E, problem.index_scale,
-        problem.index_scale * LOG2_E, BN=tile.keys, **sizes, **walk.constants, **tile.options,
+        index_query_kernel, walk.tiles * problem.index_heads * problem.batch, q, k, index_q, index_k, *rows,
+        *results, *walk.arguments, q.stride(), k.stride(), index_q.stride(), index_k.stride(), problem.tokens,
+        problem.index_heads, problem.scale * LOG2_E, problem.index_scale * LOG2_E, BN=tile.keys, **sizes,
+        **walk.constants, **tile.options,
     )  # fmt: skip
 
 
@@ -130,14 +154,17 @@ def teacher(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def index_query_kernel(
-    q, k, index_q, index_k, shift, log_total, dkl, kl, dindex_q, index_shift, index_log_total, ids, unions, union_size,
+    q, k, index_q, index_k, shift, log_total, kl, row_sums, index_shift, index_log_total, ids, unions, union_size,
     block_start, block_of, first_block, q_strides, k_strides, index_q_strides, index_k_strides, N, Hidx, scale_log2,
-    index_scale, index_scale_log2,
+    index_scale_log2,
     R: tl.constexpr, KV_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, DI: tl.constexpr, DI_PAD: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
     BQ: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """BQ queries of one index head: a walk for the student's normaliser, then one for KL or, without kl, d index_q."""
+    """KL of BQ queries of one index head and, unless row_sums is None, all of d index_q but its factors.
+
+    The first walk finds the student's normaliser. The second has the teacher and the student at hand.
+    """
     tile, _, pair = query_program(N, BQ, 1)
     batch, index_head = pair // Hidx, pair % Hidx
     query, _, valid = row_tile(tile, 0, N, 1, BQ, 1)
@@ -186,19 +213,16 @@ def index_query_kernel(
         )
         logits = tl.dot(index_tile, tl.trans(index_k_tile), input_precision="ieee")  # [BQ, BN]
         student = (logits - largest[:, None]) * index_scale_log2 - log_sum[:, None]  # log2 of its probability
-        if kl is not None:
-            ratio = tl.log2(tl.where(keep & (p_bar > 0), p_bar, 1.0)) - tl.where(keep, student, 0.0)
-            loss += tl.sum(tl.where(keep, p_bar, 0.0) * ratio, 1)
-        else:
+        ratio = tl.log2(tl.where(keep & (p_bar > 0), p_bar, 1.0)) - tl.where(keep, student, 0.0)
+        loss += tl.sum(tl.where(keep, p_bar, 0.0) * ratio, 1)
+        if row_sums is not None:
             ds = tl.where(keep, tl.exp2(student) - p_bar, 0.0)
             gradient = tl.dot(ds.to(index_k_tile.dtype), index_k_tile, gradient, input_precision="ieee")
 
     row = pair * N + query
-    if kl is not None:
-        tl.store(kl + row, loss * LN_2, mask=valid)
-    else:
-        upstream = tl.load(dkl + row, mask=valid, other=0.0) * index_scale
-        store_rows(dindex_q, row * DI, valid, gradient * upstream[:, None], DI, DI_PAD)
+    tl.store(kl + row, loss * LN_2, mask=valid)
+    if row_sums is not None:
+        store_rows(row_sums, row * DI, valid, gradient, DI, DI_PAD)
         tl.store(index_shift + row, largest, mask=valid)
         tl.store(index_log_total + row, log_sum, mask=valid)
 

@@ -108,7 +108,7 @@ def slot_count(ids: torch.Tensor | None) -> int:
 
 
 def tile_unions(ids: torch.Tensor | None, tile_queries: int, blocks: int) -> torch.Tensor | None:
-    """The blocks that each tile of adjacent queries needs.
+    """The blocks that each tile of adjacent queries needs, by one sort of their lists, which may have any order.
 
     Args:
         ids: [pairs, N, slots] of `visible_ids`.
@@ -120,12 +120,17 @@ def tile_unions(ids: torch.Tensor | None, tile_queries: int, blocks: int) -> tor
     if ids is None:
         return None
     pairs, tokens, slots = ids.shape
-    ids = torch.nn.functional.pad(ids, (0, 0, 0, -tokens % tile_queries), value=-1)
+    if tokens % tile_queries:
+        ids = torch.nn.functional.pad(ids, (0, 0, 0, -tokens % tile_queries), value=-1)
     listed = ids.view(pairs, -1, tile_queries * slots).sort(dim=2).values
     first = listed >= 0
     first[:, :, 1:] &= listed[:, :, 1:] != listed[:, :, :-1]
-    union = listed.where(first, blocks).sort(dim=2).values[:, :, :blocks]
-    return torch.cat([first.sum(2, keepdim=True, dtype=torch.int32), union], 2).contiguous()
+    position = first.cumsum(2)
+    size = position[:, :, -1].int()
+    unions = listed.new_full((*size.shape, 1 + min(listed.shape[2], blocks)), blocks)
+    unions.scatter_(2, position, listed)  # a repeated id lands on its equal, -1 where the size will be
+    unions[:, :, 0] = size
+    return unions
 
 
 class QueryWalk:

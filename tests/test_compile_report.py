@@ -15,7 +15,7 @@ FIELDS = {
 }  # fmt: skip
 KERNELS = {
     "select", "forward_query", "forward_key", "combine", "normalizer", "delta", "dq", "dkdv", "sum_tasks",
-    "index_query_value", "index_query_gradient", "index_key",
+    "index_query", "index_query_value", "index_key",
 }  # fmt: skip
 # These hold a key block, or its scores, and every product of theirs must be the fast instruction of the target.
 FAST = {"select", "forward_key", "dkdv", "index_key"}
@@ -56,6 +56,15 @@ def test_hopper_spills_nothing_and_fits(hopper):
         assert row["stack_bytes"] == row["spill_loads"] == row["spill_stores"] == 0, row
         assert 0 <= row["shared_bytes"] <= row["shared_limit"] == 227 * 1024, row
         assert 16 < row["registers"] <= 255, row
+
+
+@pytest.mark.parametrize("topk", [64, 128])
+def test_selections_of_many_blocks_spill_nothing_on_hopper(tmp_path, topk):
+    sizes = f"dict(H=4, topk={topk}, N={128 * topk})"
+    code = f"import msa_triton.compile_report as r; r.SHAPES['m3'].update({sizes})"
+    rows = compile_report(tmp_path, "--target", "sm_90", "--kernel", "select", "--jobs", "1", code=code)
+    assert len(rows) == 1 and rows[0]["ok"] and rows[0]["matrix_instruction"] == "HGMMA", rows
+    assert rows[0]["stack_bytes"] == rows[0]["spill_loads"] == rows[0]["spill_stores"] == 0, rows
 
 
 def test_products_of_hopper_are_warpgroup_instructions(hopper):

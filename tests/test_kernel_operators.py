@@ -10,6 +10,7 @@ from compare import assert_all_equal, gradients_of
 
 import msa_triton
 from msa_triton import MSAttention, attention, index_kl_loss, msa_attention, select_blocks, sparse_attention
+from msa_triton.launch import recording
 
 pytest.importorskip("triton")
 
@@ -59,13 +60,75 @@ def test_opcheck(layout, schedule):
     with torch.no_grad():
         out, lse = attention._attention_op(q, k, v, *attend, chosen)
     if schedule != "key":  # the rest is the same with either schedule
-        torch.library.opcheck(attention._index_loss_op, (q, k, lse, index_q, index_k, *align))
+        for gradients in (True, False):
+            torch.library.opcheck(attention._index_loss_op, (q, k, lse, index_q, index_k, *align, gradients))
         # The backward operators cannot be differentiated, so they are checked as autograd calls them.
         check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
         q, k, v, index_q, index_k = (tensor.detach() for tensor in tensors)
         dout, dkl = compare.random_like(out, 5).mT.contiguous().mT, lse.new_ones(()).expand(index_q.shape[:3])
         check(attention._attention_backward_op, (dout, q, k, v, out, lse, *attend))
-        check(attention._index_loss_backward_op, (dkl, q, k, lse, index_q, index_k, *align))
+        for gradients in (True, False):
+            _, *saved = attention._index_loss_op(q, k, lse, index_q, index_k, *align, gradients)
+            check(attention._index_loss_backward_op, (dkl, *saved, q, k, lse, index_q, index_k, *align))
+
+
+@pytest.mark.parametrize("topk", [2, None])
+def test_the_teacher_is_computed_once_forward_and_once_backward(topk):
+    q, k, _, index_q, index_k = leaves(**TWO_HEADS)
+    lse, shared = torch.zeros(q.shape[:3]), {"block_size": 16, "backend": "triton"}
+    with recording("sm_90") as launches:
+        ids = topk and select_blocks(index_q, index_k, topk=topk, **shared)
+        kl = index_kl_loss(q, k, lse, index_q, index_k, ids, **shared)
+        forward = [one.kernel.__name__ for one in launches[topk is not None :]]
+        kl.backward()
+        backward = [one.kernel.__name__ for one in launches[(topk is not None) + len(forward) :]]
+    assert forward == ["normalizer_kernel", "index_query_kernel"]
+    assert backward == ["normalizer_kernel", "index_key_kernel", "sum_tasks_kernel"]
+
+
+@pytest.mark.parametrize("topk", [2, None])
+def test_without_gradients_the_value_is_the_same_and_nothing_else_is_computed(topk):
+    tensors = leaves(**TWO_HEADS)
+    _, kl, ids, lse = msa_attention(*tensors, **OPTIONS | {"topk": topk})
+    q, k, _, index_q, index_k = tensors
+    inputs, shared = (q, k, lse, index_q, index_k, ids), {"block_size": 16, "backend": "triton"}
+    with torch.no_grad():
+        value = index_kl_loss(*inputs, **shared)
+        with recording("sm_90") as launches:
+            index_kl_loss(*inputs, **shared)
+    compare.assert_equal(value, kl)
+    kernel, arguments = launches[-1].kernel, launches[-1].arguments
+    names = [name for name, value in zip(kernel.arg_names, arguments, strict=False) if value is None]
+    assert {"row_sums", "index_shift", "index_log_total"} <= set(names) and "kl" not in names
+    _, *saved = attention._index_loss_op(*inputs, None, 16, 0.3, 0.3, "triton", False)
+    assert [tensor.numel() for tensor in saved] == [0, 0]
+
+
+@pytest.mark.parametrize("topk, dtype, index_scale", [
+    (2, torch.float32, 0.3), (None, torch.float32, 0.3), (2, torch.bfloat16, 0.3), (2, torch.float16, 0.3),
+    (2, torch.float16, 1e6), (2, torch.float16, 1e-6),
+])  # fmt: skip
+def test_backward_of_the_loss_with_and_without_what_the_forward_pass_saves(topk, dtype, index_scale):
+    """Upstream gradients that differ by row; in float16 only their product with index_scale is in its range."""
+    inputs = compare.random_inputs(7, **TWO_HEADS, dtype=dtype)
+    options = {"topk": topk, "block_size": 16, "index_scale": index_scale, "scale": 0.25, "reduction": "none"}
+    dkl = compare.random_like(inputs["index_q"][..., 0], 3, torch.float32) / index_scale
+    dkl[:, :, ::5] = 0
+    reference = compare.run_reference(inputs, options, dkl=dkl)
+    q, k, v, index_q, index_k = inputs.values()
+    place = (reference["ids"], None, 16, 0.25)
+    _, lse = attention._attention_op(q, k, v, *place, "triton", "auto")
+    call, found = (q, k, lse, index_q, index_k, *place, index_scale, "triton"), []
+    for gradients in (True, False):
+        _, *saved = attention._index_loss_op(*call, gradients)
+        found.append(attention._index_loss_backward_op(dkl, *saved, *call))
+        for gradient in attention._index_loss_backward_op(0 * dkl, *saved, *call):
+            assert gradient.eq(0).all()
+    assert all(map(torch.equal, *found))
+    for name, gradient in zip(("d_index_q", "d_index_k"), found[0], strict=True):
+        assert gradient.dtype == dtype
+        compare.assert_close(gradient, reference[name], compare.GRADIENT_TOLERANCE[dtype], name)
+    assert found[0][0][:, :, ::5].eq(0).all() and found[0][0].ne(0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -239,7 +302,7 @@ def test_upstream_gradients_of_a_wrong_shape_are_refused():
     for dkl in (torch.ones(1, 1, 1), torch.ones(1, 1, 20, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"dkl must be torch.float32 \(1, 1, 20\)"):
             torch.ops.msa.index_kl_loss_backward(
-                dkl, q, k, lse, index_q, index_k, None, None, 16, 1.0, 1.0, "triton"
+                dkl, dkl[:0], dkl[:0], q, k, lse, index_q, index_k, None, None, 16, 1.0, 1.0, "triton"
             )  # fmt: skip
     with pytest.raises(ValueError, match=r"dout must be torch.float32 \(1, 2, 20, 16\), got .*\(1, 2, 20, 8\)"):
         torch.ops.msa.sparse_attention_backward(q[..., :8], q, k, v, q, lse, None, None, 16, 1.0, "triton")

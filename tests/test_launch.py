@@ -193,6 +193,17 @@ def test_tiles_differ_where_memory_does(monkeypatch):
     assert choose_tile("forward_query", "sm_999", 2, **wide) == unknown
 
 
+@pytest.mark.parametrize("target, rows", [("sm_90", (128, 128, 64, 32)), ("sm_100", (128, 64, 32, 16))])
+def test_selections_of_many_blocks_have_tiles_of_fewer_rows(target, rows):
+    """A row keeps its topk best in registers, and targets differ in how many they have."""
+    index = torch.zeros(1, 1, 4096, 16, dtype=torch.float16)
+    with launch.recording(target) as launches:
+        for topk in (32, 64, 128, 256):
+            select_blocks(index, index, topk=topk, block_size=16, backend="triton")
+    assert tuple(one.constants["BQ"] for one in launches) == rows
+    assert [one.programs for one in launches] == [4096 // count for count in rows]
+
+
 def test_key_major_is_left_where_a_key_block_does_not_fit():
     """Few heads share a selection of many blocks: key-major, but not in float32 with 99 KiB of shared memory."""
     q, ids = torch.zeros(1, 2, 2048, 128), torch.full((1, 2, 2048, 2), -1, dtype=torch.int32)

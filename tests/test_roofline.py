@@ -43,7 +43,7 @@ def test_products_of_each_kernel():
     # The index kernels have tiles of 16 queries, and 32 queries of one head at a time.
     assert flops == {
         "select": 1, "forward_query": 2, "forward_key": 2, "dq": 3, "dkdv": 4,
-        "index_query_value": 2 + 2 / 8, "index_query_gradient": 2 + 3 / 8, "index_key": (16 + 2) / 4,
+        "index_query": 2 + 3 / 8, "index_key": (16 + 2) / 4,
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_exponentials_of_each_kernel():
     count = {name: bound.exponentials / logits for name, bound in tile.items() if bound.exponentials}
     assert count == {
         "forward_query": 1, "forward_key": 1, "dq": 1, "dkdv": 1, "combine": 1 / 128,
-        "index_query_value": 2 + 2 / 8, "index_query_gradient": 2 + 2 / 8, "index_key": (16 + 1) / 4,
+        "index_query": 2 + 3 / 8, "index_key": (16 + 1) / 4,
     }  # fmt: skip
 
 
@@ -76,13 +76,9 @@ def test_hbm_and_l2_bytes_of_a_token():
             slots * (2 * q + 12 * 64) + 2 * 2 * k + ids + 2 * 2 * 4 * task,
         ),
         "sum_tasks": (2 * 4 * task + 2 * k,) * 2,
-        "index_query_value": (
-            q + 8 * 64 + index_q + k + index_k + ids + 4 * 4,
-            q + 8 * 64 + index_q + ids + 4 * 4 + tiles / 2 * 4 * 3 * 256,
-        ),
-        "index_query_gradient": (
-            q + 8 * 64 + 3 * index_q + 12 * 4 + k + index_k + ids,
-            q + 8 * 64 + 3 * index_q + 12 * 4 + ids + tiles / 2 * 4 * 3 * 256,
+        "index_query": (
+            q + 8 * 64 + 2 * index_q + 12 * 4 + k + index_k + ids,
+            q + 8 * 64 + 2 * index_q + 12 * 4 + ids + tiles / 2 * 4 * 3 * 256,
         ),
         "index_key": (
             slots * (q + 8 * 64 + index_q + 12 * 4) + k + index_k + ids + 2 * 4 * task,
@@ -177,7 +173,7 @@ def test_all_is_linear_in_the_tokens_but_select(gpu):
 
 
 def test_more_blocks_in_a_union_cost_query_major_kernels_more():
-    query_major = {"forward_query", "dq", "index_query_value", "index_query_gradient"}
+    query_major = {"forward_query", "dq", "index_query"}
     before = bounds(16_384)
     assert before == bounds(16_384, union=16, tile_queries=8, index_union=16)
     for union in (16.5, 24, 40, 128):
@@ -188,14 +184,14 @@ def test_more_blocks_in_a_union_cost_query_major_kernels_more():
     assert before["forward_query"].matrix_flops == 8 * cost.sparse_flops(16_384)  # nothing is shared
     only = bounds(16_384, index_union=32)
     assert only["dq"] == bounds(16_384)["dq"]
-    assert only["index_query_value"].seconds > bounds(16_384)["index_query_value"].seconds
+    assert only["index_query"].seconds > bounds(16_384)["index_query"].seconds
 
 
 def test_what_binds():
     expected = {
         "select": "matrix", "forward_query": "matrix", "dq": "matrix", "dkdv": "matrix",
         "forward_key": "HBM", "combine": "HBM", "normalizer": "HBM", "delta": "HBM", "sum_tasks": "HBM",
-        "index_query_value": "L2", "index_query_gradient": "L2", "index_key": "HBM", "index_sum_tasks": "HBM",
+        "index_query": "L2", "index_key": "HBM", "index_sum_tasks": "HBM",
     }  # fmt: skip
     for N in LENGTHS:
         of = bounds(N)
@@ -225,9 +221,9 @@ def test_widths_count_padded_in_products_and_plain_in_bytes():
 def test_tiles_are_those_of_the_launchers():
     pytest.importorskip("triton")
     from msa_ref import roofline
-    from msa_triton import config, schedule
+    from msa_triton import config, schedule, select
 
-    assert roofline.TASK_EDGES == schedule.TASK_EDGES
+    assert roofline.TASK_EDGES == schedule.TASK_EDGES and roofline.SELECT_KEPT == select.MOST_KEPT_ON["sm_90"]
     rows = {
         "select": (roofline.SELECT_ROWS, 128, 128), "forward_query": (roofline.FORWARD_ROWS, 128, 256),
         "forward_key": (roofline.FORWARD_ROWS, 128, 256), "dq": (roofline.FORWARD_ROWS, 256, 256),

@@ -95,7 +95,10 @@ def index_kl_loss(
         scale=scale, index_scale=index_scale, cu_seqlens=cu_seqlens, reduction=reduction,
     )  # fmt: skip
     geometry = _geometry(problem, block_indices, cu_seqlens)
-    kl = _IndexLoss.apply(index_q, index_k, q.detach(), k.detach(), lse.detach(), block_indices, problem, geometry)
+    gradients = torch.is_grad_enabled() and (index_q.requires_grad or index_k.requires_grad)
+    kl = _IndexLoss.apply(
+        index_q, index_k, q.detach(), k.detach(), lse.detach(), block_indices, problem, geometry, gradients
+    )
     return kl.mean() if reduction == "mean" else kl
 
 
@@ -143,14 +146,17 @@ class _SparseAttention(torch.autograd.Function):
 
 class _IndexLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, index_q, index_k, q, k, lse, block_indices, problem, geometry):
-        ctx.save_for_backward(q, k, lse, index_q, index_k, block_indices)
-        ctx.call = problem, geometry
+    def forward(ctx, index_q, index_k, q, k, lse, block_indices, problem, geometry, gradients):
+        arguments = q, k, lse, index_q, index_k, block_indices
         with torch.autocast(problem.device.type, enabled=False):
-            return index_loss_forward(q, k, lse, index_q, index_k, block_indices, problem, geometry)
+            kl, *unit = index_loss_forward(*arguments, problem, geometry, gradients)
+        ctx.save_for_backward(*unit, *arguments)
+        ctx.call = problem, geometry
+        return kl
 
     @staticmethod
     def backward(ctx, dkl):
+        unit_q, unit_k, *arguments = ctx.saved_tensors
         with torch.autocast(dkl.device.type, enabled=False):
-            gradients = OnlyOnce.apply(index_loss_backward, dkl, *ctx.saved_tensors, *ctx.call)
-        return *gradients, None, None, None, None, None, None
+            gradients = OnlyOnce.apply(index_loss_backward, dkl, (unit_q, unit_k), *arguments, *ctx.call)
+        return *gradients, *(None,) * 7

@@ -1,0 +1,1 @@
+"""How long a step of MSA takes: `python -m msa_triton.benchmark cpu | million | gpu`."""
