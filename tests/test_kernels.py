@@ -15,6 +15,7 @@ from cases import (
     RESULTS,
     TOKENS,
     all_inside,
+    assert_close_runs,
     assert_equal_runs,
     lists,
     nan_in_new_memory,
@@ -205,7 +206,7 @@ def test_a_block_that_every_query_chose_is_shared_between_tasks(monkeypatch, top
     shared = run("triton", inputs, options, dout, dkl)
     assert [work.offsets[:, 1].unique().tolist() for work in found] == [[3], [3]]  # block 0: 77 queries, 32 a task
     assert_same_run(shared, run_double(inputs, options, dout, dkl), torch.float32)
-    assert_equal_runs(shared, whole, names=("out", "lse", "kl", "ids", "dq", "d_index_q"))
+    assert_close_runs(shared, whole, names=("out", "lse", "kl", "ids", "dq", "d_index_q"))
 
 
 @every_schedule
@@ -217,7 +218,7 @@ def test_little_working_memory_gives_the_same_results(monkeypatch, forward):
     found = recorded(monkeypatch, "ranges", "forward", "backward", "index_loss")
     in_ranges = run(KERNELS[forward], inputs, OPTIONS, dout, dkl)
     assert [len(part) for part in found] == ([4] if forward == "key" else []) + [2, 2]
-    assert_equal_runs(in_ranges, at_once)
+    assert_close_runs(in_ranges, at_once)
 
 
 @pytest.mark.parametrize("target, dtype, sizes, options", [

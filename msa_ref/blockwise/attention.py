@@ -30,6 +30,10 @@ def attention_forward(q, k, v, block_indices, problem: Problem, geometry: BlockG
         mixed = zeros_for(rows, dtype)
         shift, total = stream(selection.logits_of, selection.blocks(), geometry, values, mixed)
         rows.copy_(mixed.div_(total.masked_fill(total == 0, 1)[..., None]))
+        # A document's first token sees only itself: its v, to the last bit, and not v · p / p.
+        first = geometry.document_start[:-1].to(v.device)
+        alone = v[selection.batch, selection.kv_head, first, None]
+        rows[first] = torch.where(total[first][..., None] > 0, alone, rows[first])
         lse[selection.batch, selection.heads] = (shift + total.log()).T
     return out.transpose(1, 2), lse
 
