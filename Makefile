@@ -42,7 +42,7 @@ ifeq ($(NOTEBOOKS),)
 	@echo "no notebooks to run"
 else
 	$(BIN)/python -m pytest -q --durations=5 --nbval --nbval-sanitize-with tests/nbval.cfg \
-	    --nbval-kernel-name python3 --nbval-cell-timeout 600 $(NOTEBOOKS)
+	    --nbval-kernel-name python3 --nbval-cell-timeout 1800 $(NOTEBOOKS)
 endif
 
 clean:
